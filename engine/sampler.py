@@ -205,7 +205,8 @@ class Sampler:
             ids = ids[scores[ids] >= floor]
         kept = scores if ids is None else scores[ids]
         with np.errstate(over="ignore"):  # a tiny temperature sends all but the peak to exp(-inf) = 0
-            weights = np.exp((kept - np.float32(peak)) / np.float64(params.temperature))
+            weights = (kept - np.float32(peak)) / np.float32(max(params.temperature, 1e-30))
+            np.exp(weights, out=weights)
         chosen = _inverse_cdf(weights, self.uniform(n))
         return chosen if ids is None else int(ids[chosen])
 
@@ -232,7 +233,8 @@ def _nucleus(scores: np.ndarray, peak: float, p: float, ids: np.ndarray | None) 
     if ids is not None:
         cumulated = np.cumsum(np.exp(scores[ids] - np.float32(peak), dtype=np.float64))
         return ids[: int(np.searchsorted(cumulated, p * cumulated[-1])) + 1]
-    total = float(np.exp(scores - np.float32(peak)).sum(dtype=np.float64))
+    shares = scores - np.float32(peak)
+    total = float(np.exp(shares, out=shares).sum(dtype=np.float64))
     k = 256  # sorting a whole vocabulary costs ten times the rest: take more only while the mass is not reached
     while True:
         ids = _likeliest(scores, k)
@@ -244,16 +246,16 @@ def _nucleus(scores: np.ndarray, peak: float, p: float, ids: np.ndarray | None) 
 
 
 def _inverse_cdf(weights: np.ndarray, u: float) -> int:
-    """The index that u in [0, 1) falls on, by weights float64[n] >= 0."""
+    """The index that u in [0, 1) falls on, by weights float32[n] >= 0."""
     run = 256  # sums of runs first, then inside one run: a running sum over a whole vocabulary takes ten times as long
     whole = weights.size // run * run
-    sums = weights[:whole].reshape(-1, run).sum(axis=1)
+    sums = weights[:whole].reshape(-1, run).sum(axis=1, dtype=np.float64)
     if whole < weights.size:
-        sums = np.append(sums, weights[whole:].sum())
+        sums = np.append(sums, weights[whole:].sum(dtype=np.float64))
     bounds = np.cumsum(sums)
     target = u * bounds[-1]
     i = min(int(np.searchsorted(bounds, target, side="right")), sums.size - 1)
-    inner = np.cumsum(weights[i * run : (i + 1) * run])
+    inner = np.cumsum(weights[i * run : (i + 1) * run], dtype=np.float64)
     left = target - (bounds[i - 1] if i else 0.0)
     j = int(np.searchsorted(inner, left, side="right"))
     if j >= inner.size:  # rounding: the two sums of a run differ in the last bit; the last token with any weight is meant

@@ -45,7 +45,7 @@ def test_logits_are_left_as_they_were():
     logits = np.linspace(-3, 3, 50, dtype=np.float32)
     kept = logits.copy()
     params = SamplingParams(
-        temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, repetition_penalty=1.3, frequency_penalty=1, logit_bias={3: 4}, logprobs=3
+        temperature=0.7, top_k=9, top_p=0.9, min_p=0.1, repetition_penalty=1.3, presence_penalty=1, logit_bias={3: 4}, logprobs=3
     )
     Sampler(params).sample(logits, [1, 2, 3], 1)
     assert np.array_equal(logits, kept)
