@@ -141,7 +141,7 @@ def test_a_wide_nucleus_is_found_beyond_the_first_guess():
 
 
 def test_tiny_temperature_is_greedy_and_huge_is_flat():
-    with np.errstate(all="raise"):
+    with np.errstate(over="raise", divide="raise", invalid="raise"):
         assert support({"temperature": 5e-324}, [1, 3, 2], 50) == {1}
     assert support({"temperature": 1e6}, [0, 30, 60]) == {0, 1, 2}
     assert support({"temperature": 1.0}, [-math.inf, 0, -math.inf], 50) == {1}
