@@ -12,7 +12,7 @@ orders that hold the same bits:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from importlib.metadata import entry_points
+from importlib import import_module
 from typing import Any, ClassVar
 
 import numpy as np
@@ -91,6 +91,9 @@ class BlockFormat(ABC):
         return f"<{type(self).__name__} {self.name}: {self.bits_per_weight():.4g} bits per weight>"
 
 
+BUILT_IN = ("f32", "f16", "bf16", "q8_0", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Formats of this package: the module of that name registers the format. Imported when first asked for."""
+
 _formats: dict[str, BlockFormat] = {}
 _entry_points_read = False
 
@@ -109,21 +112,31 @@ def get_format(name: str) -> BlockFormat:
     Raises FormatError, which lists the known names.
     """
     if name not in _formats:
-        _read_entry_points()
+        if name in BUILT_IN:
+            import_module(f".{name}", __package__)
+        else:
+            _read_entry_points()
     if name not in _formats:
-        raise FormatError(f"unknown block format {name!r}; known are {', '.join(sorted(_formats))}")
+        raise FormatError(f"unknown block format {name!r}; known are {', '.join(format_names())}")
     return _formats[name]
 
 
 def format_names() -> list[str]:
-    """Names of all registered formats, in order of registration."""
+    """Names of all known formats: those of this package from the widest to the narrowest, then others by name."""
+    for name in BUILT_IN:
+        get_format(name)
     _read_entry_points()
-    return list(_formats)
+    return [*BUILT_IN, *sorted(_formats.keys() - set(BUILT_IN))]
 
 
 def _read_entry_points() -> None:
     global _entry_points_read
     if not _entry_points_read:
         _entry_points_read = True
+        from importlib.metadata import entry_points  # slow to import, and needed only for formats of other packages
+
         for point in entry_points(group="halfbyte.formats"):
-            register(point.load())
+            try:
+                register(point.load())
+            except Exception as error:
+                raise FormatError(f"entry point {point.name!r} of halfbyte.formats ({point.value}) cannot be loaded: {error}") from error

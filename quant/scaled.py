@@ -1,0 +1,127 @@
+"""Formats of integers that share an f16 scale, and perhaps an f16 minimum, per 32 columns.
+
+What such formats have in common is here; a format's own file names its grid (scales.py) and its parts (layout.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .block import ROWS, BlockFormat
+from .errors import FormatError
+from .layout import (
+    COLUMNS,
+    Part,
+    check_blocks,
+    check_matrix,
+    check_tiles,
+    group_rows,
+    join_block,
+    join_tiles,
+    pad_columns,
+    row_chunks,
+    split_block,
+    split_tiles,
+)
+from .scales import Affine, Grid, check_finite, check_importance
+
+METHODS = ("nearest", "search")
+
+
+class ScaledIntegers(BlockFormat):
+    """value = scale · (code - bias), or scale · code + minimum if the grid is affine. All arithmetic in float32, as in ggml.
+
+    Attributes of a subclass
+    ------------------------
+    grid        how scales and codes are chosen
+    parts       what a block holds after its f16 numbers, in order
+    tile_parts  the same parts in the order of a tile's planes, if that differs
+    method      the default of `encode`
+    """
+
+    grid: ClassVar[Grid]
+    parts: ClassVar[tuple[Part, ...]]
+    tile_parts: ClassVar[tuple[Part, ...] | None] = None
+    method: ClassVar[str] = "nearest"
+    block_columns = COLUMNS
+
+    @property
+    def numbers(self) -> int:
+        """f16 numbers per block: the scale, and the minimum if there is one."""
+        return 2 if isinstance(self.grid, Affine) else 1
+
+    @property
+    def block_bytes(self) -> int:  # type: ignore[override]
+        return 2 * self.numbers + sum(part.block_bytes for part in self.parts)
+
+    def encode(self, weights: np.ndarray, importance: np.ndarray | None = None, method: str | None = None) -> np.ndarray:
+        """See BlockFormat.encode. Raises NonFiniteError for NaN and infinity, FormatError for arguments that do not suit.
+
+        Padding columns are zero weights like any other, and weigh as much as the last column.
+        """
+        method = method or self.method
+        if method not in METHODS:
+            raise FormatError(f"{self.name}: unknown method {method!r}; known are {', '.join(METHODS)}")
+        weights = check_matrix(weights, self.name)
+        rows, columns = weights.shape
+        importance = np.ones(columns, np.float32) if importance is None else check_importance(importance, columns, self.name)
+        blocks = -(-columns // COLUMNS)
+        weigh = np.pad(importance, (0, blocks * COLUMNS - columns), mode="edge" if columns else "constant")
+        out = np.empty((rows, blocks, self.block_bytes), np.uint8)
+        for chunk in row_chunks(rows, columns):
+            check_finite(weights[chunk], self.name, chunk.start)
+            x = pad_columns(weights[chunk]).reshape(-1, COLUMNS)
+            if x.size == 0:
+                continue
+            if method == "nearest":
+                coded = self.grid.nearest(x)
+            else:
+                coded = self.grid.search(x, np.tile(weigh.reshape(blocks, COLUMNS), (x.shape[0] // blocks, 1)))
+            out[chunk] = join_block(coded.numbers, coded.codes, self.parts).reshape(-1, blocks, self.block_bytes)
+        return out
+
+    def decode(self, blocks: np.ndarray, columns: int | None = None) -> np.ndarray:
+        """See BlockFormat.decode."""
+        check_blocks(blocks, self.block_bytes, self.name)
+        rows, count, _ = blocks.shape
+        columns = count * COLUMNS if columns is None else columns
+        if -(-columns // COLUMNS) != count:
+            raise FormatError(f"{self.name}: {count} blocks of {COLUMNS} do not make rows of {columns} columns")
+        out = np.empty((rows, columns), np.float32)
+        for chunk in row_chunks(rows, columns):
+            numbers, codes = split_block(blocks[chunk], self.numbers, self.parts)
+            scale, levels = numbers[..., :1].astype(np.float32), codes.astype(np.float32)
+            if isinstance(self.grid, Affine):
+                values = scale * levels + numbers[..., 1:].astype(np.float32)
+            else:
+                values = scale * (levels - np.float32(self.grid.bias))
+            out[chunk] = values.reshape(values.shape[0], -1)[:, :columns]
+        return out
+
+    def tile(self, blocks: np.ndarray) -> np.ndarray:
+        """See BlockFormat.tile."""
+        check_blocks(blocks, self.block_bytes, self.name)
+        rows, count, _ = blocks.shape
+        out = np.empty((-(-rows // ROWS), count, self.tile_bytes), np.uint8)
+        for chunk in row_chunks(rows, count * COLUMNS):
+            numbers, codes = split_block(group_rows(blocks[chunk]), self.numbers, self.parts)
+            tiles = join_tiles(numbers, codes, self.tile_parts or self.parts)
+            out[chunk.start // ROWS : chunk.start // ROWS + tiles.shape[0]] = tiles
+        return out.reshape(-1)
+
+    def untile(self, tiles: np.ndarray, rows: int, columns: int) -> np.ndarray:
+        """See BlockFormat.untile."""
+        count = -(-columns // COLUMNS)
+        grouped = check_tiles(tiles, self.tiles_nbytes(rows, columns), self.name).reshape(-1, count, self.tile_bytes)
+        out = np.empty((rows, count, self.block_bytes), np.uint8)
+        for chunk in row_chunks(rows, columns):
+            part = grouped[chunk.start // ROWS : -(-chunk.stop // ROWS)]
+            numbers, codes = split_tiles(part, self.numbers, self.tile_parts or self.parts)
+            blocks = join_block(numbers, codes, self.parts).reshape(-1, count, self.block_bytes)
+            out[chunk] = blocks[: chunk.stop - chunk.start]
+        return out
+
+    def piece(self) -> Any:
+        raise NotImplementedError
