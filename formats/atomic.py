@@ -1,0 +1,324 @@
+"""Outputs that are there whole or not at all.
+
+A file is written under a temporary name in its own folder, brought to the disk, and renamed over the target. On any error, on Ctrl-C and
+on SIGTERM the temporary file goes. A process that is killed outright leaves a file named `.NAME.XXXXXXXX.halfbyte-tmp`; it holds a lock
+as long as its owner lives, so the next run that writes the same target sees that the owner is gone and removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+import signal
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from .errors import OutputError
+
+try:
+    import fcntl
+except ImportError:  # Windows: a file that is open there cannot be removed, which serves as the lock
+    fcntl = None  # type: ignore[assignment]
+
+SUFFIX = ".halfbyte-tmp"
+_NO_SPACE = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
+_CHUNK = 1 << 26
+
+PathLike = str | os.PathLike[str]
+
+
+class OutputFile:
+    """A file that is being written: what `atomic_file` yields. Every failure is an OutputError that says how much was needed.
+
+    Attributes: path (the target), size (bytes announced, or None).
+    """
+
+    def __init__(self, path: Path, descriptor: int, size: int | None):
+        self.path, self._descriptor, self.size = path, descriptor, size
+        self._position = self._end = 0
+        if size:
+            self.reserve(size)
+
+    def reserve(self, size: int) -> None:
+        """Takes `size` bytes of the disk now, so that a full disk is found before the work is done, not after."""
+        self.size = size
+        try:
+            if hasattr(os, "posix_fallocate") and size > 0:
+                os.posix_fallocate(self._descriptor, 0, size)
+            elif shutil.disk_usage(self.path.parent).free < size:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise self._failure(error) from None
+            # A file system that cannot reserve (EOPNOTSUPP, EINVAL): writing will tell.
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Writes all of `data` at the position and moves on. Returns its bytes."""
+        written = self.write_at(self._position, data)
+        self._position += written
+        return written
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> int:
+        """Writes all of `data` at a position, from any thread. Returns its bytes."""
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += _write_at(self._descriptor, view[done : done + _CHUNK], position + done)
+        except OSError as error:
+            raise self._failure(error, position + len(view)) from None
+        self._end = max(self._end, position + len(view))
+        return len(view)
+
+    def tell(self) -> int:
+        return self._position
+
+    def finish(self) -> None:
+        """Cuts what was reserved and not written, and brings everything to the disk."""
+        try:
+            os.ftruncate(self._descriptor, self._end)
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def _failure(self, error: OSError, reached: int = 0) -> OutputError:
+        needed = max(self.size or 0, reached)
+        if error.errno not in _NO_SPACE:
+            return OutputError(self.path, f"cannot be written: {error.strerror or error}", needed=needed)
+        try:
+            free = f", {shutil.disk_usage(self.path.parent).free} are free"
+        except OSError:
+            free = ""
+        reason = "the disk is full" if error.errno != errno.EFBIG else "the file would be larger than allowed"
+        more = "" if self.size else "at least "
+        return OutputError(self.path, f"{reason}: needs {more}{needed} bytes{free}; make room or choose another place", needed=needed)
+
+
+if hasattr(os, "pwrite"):
+    _write_at = os.pwrite
+else:
+    _lock = threading.Lock()
+
+    def _write_at(descriptor: int, data: memoryview, position: int) -> int:  # type: ignore[misc]
+        with _lock:
+            os.lseek(descriptor, position, os.SEEK_SET)
+            return os.write(descriptor, data)
+
+
+@contextmanager
+def atomic_file(path: PathLike, *, size: int | None = None, inputs: Iterable[PathLike] = ()) -> Iterator[OutputFile]:
+    """A file that appears at `path`, whole, when the block ends without an error; an existing one is replaced only then.
+
+    size: bytes that will be needed, if known. inputs: files (or folders) that are being read; an output that is one of them is refused.
+    Raises OutputError.
+    """
+    target = _target(path, inputs)
+    if target.is_dir():
+        raise OutputError(path, "is a folder; a file is to be written")
+    if target.exists() and not target.is_file():
+        raise OutputError(path, "is not a regular file")
+    _remove_leftovers(target)
+    descriptor, temporary = _create(target)
+    try:
+        with _sigterm_raises():
+            try:
+                output = OutputFile(target, descriptor, size)
+                yield output
+                output.finish()
+            finally:
+                if fcntl is None:
+                    os.close(descriptor)
+            _rename(temporary, target)
+    except BaseException:
+        _remove(temporary)
+        raise
+    finally:
+        if fcntl is not None:
+            os.close(descriptor)
+
+
+@contextmanager
+def atomic_folder(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> Iterator[Path]:
+    """A folder that appears at `path` with all its files when the block ends without an error. Yields the folder to write into.
+
+    A folder that is there already and not empty is refused. Raises OutputError.
+    """
+    target = _target(path, inputs)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OutputError(path, "is a folder that is not empty" if target.is_dir() else "is a file; a folder is to be written")
+    _remove_leftovers(target)
+    temporary = _temporary(target)
+    try:
+        temporary.mkdir()
+    except OSError as error:
+        raise OutputError(path, f"cannot be made: {error.strerror or error}") from None
+    lock = _lock_folder(temporary)
+    try:
+        with _sigterm_raises():
+            yield temporary
+            for file in temporary.rglob("*"):
+                _sync(file)
+            _sync(temporary)
+            if target.exists() and os.name == "nt":
+                target.rmdir()
+            _rename(temporary, target)
+    except OSError as error:
+        _remove(temporary)
+        raise OutputError(path, f"cannot be written: {error.strerror or error}") from None
+    except BaseException:
+        _remove(temporary)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _target(path: PathLike, inputs: Iterable[PathLike]) -> Path:
+    try:
+        target = Path(os.path.realpath(path))  # a link's target is replaced, not the link
+        if not target.name:
+            raise OutputError(path, "is not a file name")
+        if not target.parent.is_dir():
+            raise OutputError(path, f"there is no folder {target.parent} to write into")
+        for source in inputs:
+            if target.exists() and os.path.exists(source) and os.path.samefile(source, target):
+                raise OutputError(path, "is also the input; choose another output")
+    except OSError as error:
+        raise OutputError(path, f"cannot be written: {error.strerror or error}") from None
+    except ValueError:
+        raise OutputError(path, "is not a file name") from None
+    return target
+
+
+def _temporary(target: Path) -> Path:
+    name = target.name
+    while len(os.fsencode(name)) > 200:  # a name may have 255 bytes
+        name = name[: len(name) - 8]
+    return target.with_name(f".{name}.{secrets.token_hex(4)}{SUFFIX}")
+
+
+def _create(target: Path) -> tuple[int, Path]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    while True:
+        temporary = _temporary(target)
+        try:
+            descriptor = os.open(temporary, flags, 0o666)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise OutputError(target, f"cannot be made: {error.strerror or error}") from None
+        if fcntl is None:
+            return descriptor, temporary
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(descriptor).st_nlink:
+                if target.exists():
+                    os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
+                return descriptor, temporary
+        except BlockingIOError:  # another run took it for a leftover in the instant before the lock
+            pass
+        except OSError:  # a file system without locks
+            return descriptor, temporary
+        os.close(descriptor)
+
+
+def _lock_folder(folder: Path) -> int | None:
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        pass
+    return descriptor
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes what killed runs left behind for this target."""
+    prefix = f".{target.name[:100]}"
+    try:
+        names = [n for n in os.listdir(target.parent) if n.startswith(prefix) and n.endswith(SUFFIX)]
+    except OSError:
+        return
+    for name in names:
+        leftover = target.with_name(name)
+        middle = name[len(".") : -len(SUFFIX)]
+        stem, _, token = middle.rpartition(".")
+        if len(token) != 8 or not (stem == target.name or _temporary(target).name.startswith(f".{stem}.")):
+            continue
+        if fcntl is None:
+            _remove(leftover)
+            continue
+        try:
+            descriptor = os.open(leftover, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(leftover)
+        except OSError:
+            pass  # its owner lives
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError:
+        pass
+
+
+def _rename(temporary: Path, target: Path) -> None:
+    try:
+        os.replace(temporary, target)
+    except OSError as error:
+        raise OutputError(target, f"cannot be put in place: {error.strerror or error}") from None
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    """fsync by name; for folders where the system allows it, so that a rename survives a power cut."""
+    if os.name == "nt":
+        return
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """While this lasts, SIGTERM ends the program as an exception would, so that `finally` blocks run. Only in the main thread,
+    and only if nobody else handles the signal."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

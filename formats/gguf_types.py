@@ -1,0 +1,40 @@
+"""GGUF's tensor types: their numbers in files, names, and how many weights and bytes a block has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """One GGUF tensor type: number in files, lower-case name, weights per block (along a row), bytes per block."""
+
+    number: int
+    name: str
+    block: int
+    nbytes: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row; columns must be a multiple of `block`."""
+        return columns // self.block * self.nbytes
+
+
+_TABLE = (
+    (0, "f32", 1, 4), (1, "f16", 1, 2), (30, "bf16", 1, 2), (28, "f64", 1, 8),
+    (24, "i8", 1, 1), (25, "i16", 1, 2), (26, "i32", 1, 4), (27, "i64", 1, 8),
+    (2, "q4_0", 32, 18), (3, "q4_1", 32, 20), (6, "q5_0", 32, 22), (7, "q5_1", 32, 24), (8, "q8_0", 32, 34), (9, "q8_1", 32, 36),
+    (10, "q2_k", 256, 84), (11, "q3_k", 256, 110), (12, "q4_k", 256, 144), (13, "q5_k", 256, 176), (14, "q6_k", 256, 210),
+    (15, "q8_k", 256, 292),
+    (16, "iq2_xxs", 256, 66), (17, "iq2_xs", 256, 74), (18, "iq3_xxs", 256, 98), (19, "iq1_s", 256, 50), (20, "iq4_nl", 32, 18),
+    (21, "iq3_s", 256, 110), (22, "iq2_s", 256, 82), (23, "iq4_xs", 256, 136), (29, "iq1_m", 256, 56),
+    (34, "tq1_0", 256, 54), (35, "tq2_0", 256, 66), (39, "mxfp4", 32, 17), (40, "nvfp4", 64, 36), (41, "q1_0", 128, 18),
+)  # fmt: skip
+
+TYPES: dict[int, TensorType] = {row[0]: TensorType(*row) for row in _TABLE}
+"""Tensor types by their number in files."""
+
+BY_NAME: dict[str, TensorType] = {kind.name: kind for kind in TYPES.values()}
+"""Tensor types by lower-case name."""
+
+REMOVED = {4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+"""Numbers that older files may hold and that GGUF has given up."""

@@ -1,0 +1,181 @@
+"""Rotary position embedding parameters: from config.json to GGUF's keys and tensor, and back.
+
+Two spellings of config.json are read: `rope_theta` beside `rope_scaling` (older), and `rope_parameters` with both inside (newer).
+GGUF keeps linear and yarn scaling in `{arch}.rope.scaling.*`, and Llama 3's scaling as the tensor `rope_freqs.weight`,
+float32[rotary dimensions / 2], which the frequencies are divided by. A few keys of ours carry what GGUF has no word for; they
+begin with `halfbyte.rope.` and other programs pass over them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .metadata import CheckpointError, Metadata, MetadataTypeError
+
+FACTORS = "rope_freqs.weight"
+DYNAMIC_FACTOR = "halfbyte.rope.dynamic_factor"
+_LLAMA3 = {
+    "factor": "halfbyte.rope.llama3.factor",
+    "low_freq_factor": "halfbyte.rope.llama3.low_freq_factor",
+    "high_freq_factor": "halfbyte.rope.llama3.high_freq_factor",
+    "original_max_position_embeddings": "halfbyte.rope.llama3.original_context_length",
+}
+_DEFAULT_BASE = 10000.0
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+class UnsupportedRopeError(CheckpointError):
+    """A rope_type that is not understood; running the model without it would give wrong text."""
+
+
+def parameters(config: Metadata) -> Metadata:
+    """The rope parameters of a config.json in the newer spelling: rope_type, rope_theta and what the type needs.
+
+    Raises UnsupportedRopeError for a type that is not among KINDS or parameters per layer type.
+    """
+    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    values: dict[str, Any] = dict(config.get(key, {}, dict))
+    if any(isinstance(value, dict) for value in values.values()):
+        raise UnsupportedRopeError(f"{config.source}: {key!r} differs by layer type; this architecture has one rotary embedding")
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind not in KINDS:
+        raise UnsupportedRopeError(f"{config.source}: rope_type {kind!r:.60} is not supported; supported are {', '.join(KINDS)}")
+    values["rope_type"] = kind
+    if values.get("rope_theta") is None and config.has("rope_theta"):
+        values["rope_theta"] = config.require("rope_theta")
+    return Metadata(values, config.source, {name: f"{key}.{name}" for name in (*values, *_LLAMA3)})
+
+
+def to_gguf(config: Metadata, arch: str, dimensions: int) -> tuple[dict[str, Any], np.ndarray | None, list[str]]:
+    """GGUF's keys, the factors of `rope_freqs.weight` (float32[dimensions / 2]) or None, and notes for the user."""
+    rope = parameters(config)
+    notes = []
+    if not rope.has("rope_theta"):
+        notes.append(f"{config.source} has no 'rope_theta'; {_DEFAULT_BASE:g} is used, as transformers does")
+    base = rope.number("rope_theta", default=_DEFAULT_BASE)
+    keys: dict[str, Any] = {f"{arch}.rope.freq_base": base, f"{arch}.rope.dimension_count": dimensions}
+    factors = None
+    scaling = f"{arch}.rope.scaling"
+    match rope["rope_type"]:
+        case "linear":
+            keys |= {f"{scaling}.type": "linear", f"{scaling}.factor": rope.number("factor")}
+        case "dynamic":
+            keys[DYNAMIC_FACTOR] = rope.number("factor")
+        case "yarn":
+            keys |= _yarn(config, rope, scaling)
+        case "llama3":
+            keys |= {ours: rope.number(name) for name, ours in _LLAMA3.items()}
+            factors = llama3_factors(
+                base, dimensions, *(keys[ours] for ours in _LLAMA3.values()), where=config.source
+            )
+    return keys, factors, notes
+
+
+def _yarn(config: Metadata, rope: Metadata, scaling: str) -> dict[str, Any]:
+    factor = rope.number("factor")
+    original = rope.count("original_max_position_embeddings", default=config.count("max_position_embeddings"))
+    if rope.get("truncate", True, bool) is False:
+        raise UnsupportedRopeError(f"{rope.source}: yarn with 'truncate' false is not supported")
+    if rope.has("mscale") or rope.has("mscale_all_dim"):
+        raise UnsupportedRopeError(f"{rope.source}: yarn with 'mscale' is not supported for this architecture")
+    keys = {
+        f"{scaling}.type": "yarn",
+        f"{scaling}.factor": factor,
+        f"{scaling}.original_context_length": original,
+        f"{scaling}.yarn_beta_fast": rope.number("beta_fast", default=32.0),
+        f"{scaling}.yarn_beta_slow": rope.number("beta_slow", default=1.0),
+    }
+    if rope.has("attention_factor"):
+        # GGUF's factor multiplies the usual one, transformers' replaces it.
+        keys[f"{scaling}.attn_factor"] = rope.number("attention_factor") / yarn_attention(factor)
+    return keys
+
+
+def yarn_attention(factor: float) -> float:
+    """What yarn multiplies cosines and sines by, unless told otherwise (arXiv 2309.00071, equation 22)."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def llama3_factors(
+    base: float, dimensions: int, factor: float, low: float, high: float, original: float, where: str = "config.json"
+) -> np.ndarray:
+    """What Llama 3's scaling divides each frequency by: float32[dimensions / 2], from 1 (short waves) to `factor` (long ones).
+
+    base        the base of the frequencies (rope_theta)
+    original    the context length the model was first trained for; waves longer than original / low are stretched by
+                `factor`, those shorter than original / high are kept, and between the two it is interpolated
+    Raises MetadataTypeError if high is not above low.
+    """
+    if not high > low:
+        raise MetadataTypeError(f"{where}: 'high_freq_factor' ({high:g}) must be above 'low_freq_factor' ({low:g})")
+    waves = 2 * np.pi * base ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
+    smooth = np.clip((original / waves - low) / (high - low), 0.0, 1.0)
+    return (1.0 / ((1.0 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def to_config(metadata: Metadata, arch: str, factors: np.ndarray | None) -> dict[str, Any]:
+    """The other way: `rope_theta` and `rope_scaling` as config.json has them, in the older spelling, which every version reads.
+
+    Raises UnsupportedRopeError for factors that are not those of Llama 3's rule.
+    """
+    base = metadata.number(f"{arch}.rope.freq_base", default=_DEFAULT_BASE)
+    scaling = f"{arch}.rope.scaling"
+    kind = metadata.get(f"{scaling}.type", "none", str)
+    config: dict[str, Any] = {"rope_theta": base, "rope_scaling": None}
+    if factors is not None:
+        dimensions = metadata.count(f"{arch}.rope.dimension_count")
+        config["rope_scaling"] = {"rope_type": "llama3", **_llama3_from(metadata, base, dimensions, np.asarray(factors))}
+    elif metadata.has(DYNAMIC_FACTOR):
+        config["rope_scaling"] = {"rope_type": "dynamic", "factor": metadata.number(DYNAMIC_FACTOR)}
+    elif kind == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": metadata.number(f"{scaling}.factor")}
+    elif kind == "yarn":
+        factor = metadata.number(f"{scaling}.factor")
+        config["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": metadata.count(
+                f"{scaling}.original_context_length", default=metadata.count(f"{arch}.context_length")
+            ),
+            "beta_fast": metadata.number(f"{scaling}.yarn_beta_fast", default=32.0),
+            "beta_slow": metadata.number(f"{scaling}.yarn_beta_slow", default=1.0),
+        }
+        if metadata.has(f"{scaling}.attn_factor"):
+            config["rope_scaling"]["attention_factor"] = metadata.number(f"{scaling}.attn_factor") * yarn_attention(factor)
+    elif kind != "none":
+        raise UnsupportedRopeError(f"{metadata.source}: {scaling}.type {kind!r:.60} has no counterpart in config.json")
+    return config
+
+
+def _llama3_from(metadata: Metadata, base: float, dimensions: int, factors: np.ndarray) -> dict[str, Any]:
+    """The four numbers of Llama 3's rule that give these factors."""
+    if all(metadata.has(ours) for ours in _LLAMA3.values()):
+        numbers = [metadata.number(ours) for ours in _LLAMA3.values()]
+    else:
+        # 1 / factor = (1 - smooth) / most + smooth, and smooth is linear in 1 / wave: two of the strictly interpolated points
+        # give low / (high - low) and original / (high - low). The rule knows only these ratios, so low is set to 1.
+        most = float(factors.max())
+        waves = 2 * np.pi * base ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
+        between = np.flatnonzero((factors > 1.0 + 1e-6) & (factors < most * (1 - 1e-6)))
+        if len(between) < 2 or len(factors) != len(waves):
+            raise UnsupportedRopeError(f"{metadata.source}: {FACTORS} is not Llama 3's scaling; config.json has no word for it")
+        smooth = (1.0 / factors[between] - 1.0 / most) / (1.0 - 1.0 / most)
+        slope, start = np.polyfit(1.0 / waves[between], smooth, 1)
+        span = -1.0 / start if start < 0 else math.nan
+        numbers = [most, 1.0, 1.0 + span, float(slope * span)]
+        if all(math.isfinite(number) for number in numbers):
+            numbers = [numbers[0], 1.0, _near(numbers[2]), _near(numbers[3])]
+    if not all(math.isfinite(number) for number in numbers) or not np.allclose(
+        llama3_factors(base, dimensions, *numbers, where=metadata.source), factors, rtol=1e-5
+    ):
+        raise UnsupportedRopeError(f"{metadata.source}: {FACTORS} is not Llama 3's scaling; config.json has no word for it")
+    numbers[3] = int(numbers[3]) if float(numbers[3]).is_integer() else numbers[3]
+    return dict(zip(_LLAMA3, numbers, strict=True))
+
+
+def _near(number: float) -> float:
+    """A number that float32 noise has moved off an integer, put back."""
+    return float(round(number)) if abs(number - round(number)) < 1e-3 * max(1.0, abs(number)) else number

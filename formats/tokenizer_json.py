@@ -1,0 +1,229 @@
+"""Tokenizer metadata of a GGUF file -> the tokenizer.json that means the same. The way back is in tokenizer_gguf.py.
+
+Two kinds of GGUF tokenizer are known:
+
+* `tokenizer.ggml.model` = "gpt2": byte-level BPE. Tokens and merges are there; how text is cut into words is a name.
+* `tokenizer.ggml.model` = "llama": SentencePiece BPE. Tokens have scores instead of merges: of two neighbours whose join is a
+  token, the pair with the highest score joins first. A tokenizer.json wants the pairs, so they are made here: every way of
+  cutting a token in two that leaves two tokens, ordered by the token's score (as transformers converts SentencePiece models).
+
+Text is not normalized (NFC), as a GGUF file does not say that it should be; llama.cpp does not either.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import printable, some
+from .pretokenizers import TokenizerError, get_pre_tokenizer, to_json
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Values of `tokenizer.ggml.token_type`."""
+
+SPACE = "\u2581"
+"""The character that stands for a space in SentencePiece tokens."""
+
+MODELS = ("gpt2", "llama")
+
+
+def from_gguf(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer.json, as a dict, for GGUF metadata `keys` (those that begin with "tokenizer.ggml." are read).
+
+    Raises TokenizerError, which names the key: one that is missing, of a wrong type, of a wrong length, or that holds a model
+    or pre-tokenizer that is not known.
+    """
+    model = keys.get("tokenizer.ggml.model")
+    if model is None:
+        raise TokenizerError("tokenizer.ggml.model: missing, so the file has no tokenizer; use a file or folder that has one")
+    if model not in MODELS:
+        raise TokenizerError(
+            f"tokenizer.ggml.model: {printable(model)!r} is a kind of tokenizer that is not supported (only {some(MODELS)} are)"
+        )
+    tokens = _tokens(keys)
+    types = _numbers(keys, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        token, i = next((token, i) for i, token in enumerate(tokens) if vocabulary[token] != i)
+        raise TokenizerError(f"tokenizer.ggml.tokens: {printable(token)!r} stands there twice: tokens {i} and {vocabulary[token]}")
+    build = _byte_level if model == "gpt2" else _sentencepiece
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, types, strict=True))
+                         if kind in (UNKNOWN, CONTROL, USER_DEFINED)],
+        **build(keys, tokens, types, vocabulary),
+    }
+
+
+def dumps(tokenizer: Mapping[str, Any]) -> bytes:
+    """A tokenizer.json as bytes, without white space."""
+    return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def default_add_bos(keys: Mapping[str, Any]) -> bool:
+    """Whether texts begin with BOS: `tokenizer.ggml.add_bos_token`, or what llama.cpp takes it to be where it is missing."""
+    stated = keys.get("tokenizer.ggml.add_bos_token")
+    if stated is not None:
+        return bool(stated)
+    if keys.get("tokenizer.ggml.model") == "llama":
+        return True
+    return get_pre_tokenizer(keys.get("tokenizer.ggml.pre", "default")).add_bos
+
+
+def _byte_level(keys: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict[str, Any]:
+    entry = get_pre_tokenizer(keys.get("tokenizer.ggml.pre", "default"))
+    merges = []
+    for number, merge in enumerate(_array(keys, "tokenizer.ggml.merges")):
+        # A merge is two tokens and a space between them; the first may begin with a space of its own.
+        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+        if cut < 0:
+            raise TokenizerError(f"tokenizer.ggml.merges: merge {number} is {printable(merge)!r}, not two tokens and a space")
+        left, right = merge[:cut], merge[cut + 1 :]
+        # Merges that mention no token cannot apply; llama.cpp carries them along, the tokenizers library refuses them.
+        if left in vocabulary and right in vocabulary and left + right in vocabulary:
+            merges.append([left, right])
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {
+        "normalizer": None,
+        "pre_tokenizer": to_json(entry),
+        "post_processor": _bos_first(keys, tokens),
+        "decoder": byte_level,
+        "model": _bpe(vocabulary, merges, ignore_merges=entry.ignore_merges),
+    }
+
+
+def _sentencepiece(keys: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict[str, Any]:
+    scores = _numbers(keys, "tokenizer.ggml.scores", len(tokens))
+    unknown = keys.get("tokenizer.ggml.unknown_token_id")
+    if unknown is None:
+        unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
+    prefix = bool(keys.get("tokenizer.ggml.add_space_prefix", True))
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    normalizers = [{"type": "Prepend", "prepend": SPACE}, replace] if prefix else [replace]
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    has_bytes = all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": _bos_first(keys, tokens),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(
+            vocabulary,
+            merges_of_scores(tokens, scores, types),
+            unk_token=tokens[unknown] if _is_id(unknown, tokens) else None,
+            fuse_unk=True,
+            byte_fallback=has_bytes,
+        ),
+    }
+
+
+def merges_of_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[list[str]]:
+    """Merges, first to last, that join text as SentencePiece does with these scores: pairs of tokens whose join is a token.
+
+    Control, unknown and byte tokens are never the result, so text that spells one stays text.
+    """
+    joinable = {token: i for i, token in enumerate(tokens) if types[i] in (NORMAL, USER_DEFINED, UNUSED)}
+    found = []
+    for token, i in joinable.items():
+        pairs = []
+        for cut in range(1, len(token)):
+            left, right = joinable.get(token[:cut]), joinable.get(token[cut:])
+            if left is not None and right is not None:
+                pairs.append((left, right))
+        pairs.sort()
+        found += [(-scores[i], -len(tokens[left]), -len(tokens[right]), left, right) for left, right in pairs]
+    found.sort(key=lambda merge: merge[:3])  # stable: pairs of one token stay in the order of their ids
+    return [[tokens[left], tokens[right]] for *_, left, right in found]
+
+
+def _bpe(vocabulary: dict[str, int], merges: list[list[str]], *, unk_token: str | None = None, fuse_unk: bool = False,
+         byte_fallback: bool = False, ignore_merges: bool = False) -> dict[str, Any]:  # fmt: skip
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary,
+        "merges": merges,
+    }
+
+
+def _added(number: int, token: str, kind: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "content": token,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": kind != USER_DEFINED,
+    }
+
+
+def _bos_first(keys: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+    """The post-processor that puts BOS first, where the file wants it: other readers of tokenizer.json go by it."""
+    bos = keys.get("tokenizer.ggml.bos_token_id")
+    if not (default_add_bos(keys) and _is_id(bos, tokens)):
+        return None
+    token = tokens[int(bos)]  # type: ignore[arg-type]
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
+    text_a, text_b = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [first, text_a],
+        "pair": [first, text_a, {"SpecialToken": {"id": token, "type_id": 1}}, text_b],
+        "special_tokens": {token: {"id": token, "ids": [int(bos)], "tokens": [token]}},  # type: ignore[arg-type]
+    }
+
+
+def _is_id(value: Any, tokens: Sequence[str]) -> bool:
+    return value is not None and 0 <= int(value) < len(tokens)
+
+
+def _array(keys: Mapping[str, Any], key: str) -> Sequence[Any]:
+    value = keys.get(key)
+    if value is None:
+        raise TokenizerError(f"{key}: missing, and the tokenizer cannot be built without it")
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
+        raise TokenizerError(f"{key}: an array is needed, but it is {printable(value, 60)}")
+    return value
+
+
+def _tokens(keys: Mapping[str, Any]) -> list[str]:
+    """The tokens as text. An empty one gets a name by which it cannot be typed by chance, as in llama.cpp."""
+    tokens = []
+    for i, token in enumerate(_array(keys, "tokenizer.ggml.tokens")):
+        if isinstance(token, (bytes, bytearray)):
+            token = bytes(token).decode("utf-8", "replace")
+        if not isinstance(token, str):
+            raise TokenizerError(f"tokenizer.ggml.tokens: token {i} is {printable(token, 60)}, not text")
+        tokens.append(token or f"[EMPTY_{i}]")
+    if not tokens:
+        raise TokenizerError("tokenizer.ggml.tokens: empty")
+    return tokens
+
+
+def _numbers(keys: Mapping[str, Any], key: str, count: int, default: int | None = None) -> list[Any]:
+    if default is not None and keys.get(key) is None:
+        return [default] * count
+    values = _array(keys, key)
+    if len(values) != count:
+        raise TokenizerError(f"{key}: has {len(values)} entries for {count} tokens")
+    numbers = values.tolist() if hasattr(values, "tolist") else list(values)
+    for i, number in enumerate(numbers):
+        if not isinstance(number, (int, float)) or number != number:
+            raise TokenizerError(f"{key}: entry {i} is {printable(number, 60)}, not a number")
+    return numbers
