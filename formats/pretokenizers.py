@@ -202,5 +202,5 @@ def name_of(pre_tokenizer: dict[str, Any] | None, ignore_merges: bool) -> str:
     for name, entry in PRE_TOKENIZERS.items():
         if entry.patterns == patterns and entry.ignore_merges == ignore_merges:
             return name
-    merges = " with ignore_merges" if ignore_merges else ""
-    raise TokenizerError(f"tokenizer.json: pre_tokenizer: no GGUF name stands for the patterns {printable(patterns, 300)}{merges}")
+    found = printable(patterns, 300) + (" with ignore_merges" if ignore_merges else "")
+    raise TokenizerError(f"tokenizer.json: pre_tokenizer: no GGUF name stands for the patterns {found}")

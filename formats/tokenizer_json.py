@@ -46,7 +46,8 @@ def from_gguf(keys: Mapping[str, Any]) -> dict[str, Any]:
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         token, i = next((token, i) for i, token in enumerate(tokens) if vocabulary[token] != i)
-        raise TokenizerError(f"tokenizer.ggml.tokens: {printable(token)!r} stands there twice: tokens {i} and {vocabulary[token]}")
+        other = vocabulary[token]
+        raise TokenizerError(f"tokenizer.ggml.tokens: {printable(token)!r} stands there twice, as tokens {i} and {other}")
     build = _byte_level if model == "gpt2" else _sentencepiece
     return {
         "version": "1.0",
@@ -75,7 +76,7 @@ def default_add_bos(keys: Mapping[str, Any]) -> bool:
 
 def _byte_level(keys: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict[str, Any]:
     entry = get_pre_tokenizer(keys.get("tokenizer.ggml.pre", "default"))
-    merges = []
+    merges: dict[tuple[str, str], None] = {}  # of two alike, the first counts
     for number, merge in enumerate(_array(keys, "tokenizer.ggml.merges")):
         # A merge is two tokens and a space between them; the first may begin with a space of its own.
         cut = merge.find(" ", 1) if isinstance(merge, str) else -1
@@ -84,14 +85,14 @@ def _byte_level(keys: Mapping[str, Any], tokens: list[str], types: list[int], vo
         left, right = merge[:cut], merge[cut + 1 :]
         # Merges that mention no token cannot apply; llama.cpp carries them along, the tokenizers library refuses them.
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
-            merges.append([left, right])
+            merges[left, right] = None
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "normalizer": None,
         "pre_tokenizer": to_json(entry),
         "post_processor": _bos_first(keys, tokens),
         "decoder": byte_level,
-        "model": _bpe(vocabulary, merges, ignore_merges=entry.ignore_merges),
+        "model": _bpe(vocabulary, list(merges), ignore_merges=entry.ignore_merges),
     }
 
 
@@ -145,7 +146,7 @@ def merges_of_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequ
     return [[tokens[left], tokens[right]] for *_, left, right in found]
 
 
-def _bpe(vocabulary: dict[str, int], merges: list[list[str]], *, unk_token: str | None = None, fuse_unk: bool = False,
+def _bpe(vocabulary: dict[str, int], merges: Sequence[Sequence[str]], *, unk_token: str | None = None, fuse_unk: bool = False,
          byte_fallback: bool = False, ignore_merges: bool = False) -> dict[str, Any]:  # fmt: skip
     return {
         "type": "BPE",
