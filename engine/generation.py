@@ -1,0 +1,170 @@
+"""From a prompt to an answer, token by token.
+
+`GenerationState` is one answer in the making. It has no loop and knows no model: it says which ids the model must see next
+(`feed`), takes the logits that follow them (`push`), and gives a piece of the answer. Whoever holds many states can put the ids of
+all of them into one step of the engine. `generate` is the loop for one.
+
+    ids → Sampler → id → end-of-text or stop id? → Detokenizer → StopStrings → text
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+
+from ..quant.errors import HalfbyteError
+from .sampler import Sampler, SamplingParams
+from .stops import StopStrings
+
+FinishReason = Literal["stop", "length"]
+
+CHUNK = 512
+"""Ids of a prompt that are fed at once. Between chunks a caller can interrupt; larger ones are no faster."""
+
+
+class PromptError(HalfbyteError):
+    """The prompt cannot be answered: empty, longer than the context, or with ids that the model does not have."""
+
+
+class TokenLogprob(NamedTuple):
+    """The natural log-probability of a token of the answer, and of the likeliest tokens in its place (likeliest first)."""
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one step added to an answer.
+
+    text           new text; may be empty: a character may not be whole yet, or a stop string may be beginning
+    ids            token ids that this step added to the answer. A token that ends it (end of text, stop id) is not part of it
+    logprobs       for each of `ids`, if they were asked for
+    finish_reason  None; on the last piece "stop" (end of text, a stop id, a stop string) or "length" (max_tokens, a full context)
+    """
+
+    text: str = ""
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+class GenerationState:
+    """One answer in the making.
+
+    feed           ids that the model must see next: the prompt, then the token chosen last. Empty when the answer is over
+    prompt_ids     the ids of the prompt
+    ids            the ids of the answer so far
+    finish_reason  None while the answer goes on
+    matched        the stop string, or the id, that ended it; None for "length"
+    seed           the seed in use, also when none was given
+
+    tokenizer: what decodes (`detokenizer()`, `eos_ids`, `vocab_size`); context: the most tokens, prompt and answer together.
+    Raises PromptError for an empty prompt, one longer than the context (with both numbers), or ids outside the vocabulary.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, context: int):
+        self.params = params
+        self.prompt_ids = list(prompt_ids)
+        self.matched: str | int | None = None
+        self.finish_reason: FinishReason | None = None
+        self._vocabulary: int = tokenizer.vocab_size
+        _check_prompt(self.prompt_ids, self._vocabulary, context)
+        self._history = list(self.prompt_ids)
+        room = context - len(self.prompt_ids)
+        self._most = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._ends = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids))
+        self._sampler = Sampler(params)
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(tuple(params.stop))
+        if self._most == 0:
+            self.finish_reason = "length"
+        self.feed: list[int] = [] if self.finish_reason else self.prompt_ids
+
+    @property
+    def ids(self) -> list[int]:
+        return self._history[len(self.prompt_ids) :]
+
+    @property
+    def seed(self) -> int:
+        return self._sampler.seed
+
+    def push(self, logits: np.ndarray) -> Piece:
+        """Takes the logits (float32[at least the vocabulary]) that follow `feed`, and chooses the next token.
+
+        Raises LogitsError for logits that no token can be drawn from.
+        """
+        if self.finish_reason is not None:
+            raise RuntimeError("this answer is over")
+        # models pad their vocabulary to a round number; the padding has logits but no text
+        id, logprob, top = self._sampler.sample(logits[: self._vocabulary], self._history, len(self.prompt_ids))
+        if id in self._ends:
+            self.matched = id
+            return self._end("", "stop", (), None)
+        self._history.append(id)
+        text = self._stops.push(self._detokenizer.push(id))
+        logprobs = None if logprob is None else (TokenLogprob(id, logprob, top or []),)
+        if self._stops.matched is not None or len(self._history) - len(self.prompt_ids) >= self._most:
+            return self._end(text, "length", (id,), logprobs)
+        self.feed = [id]
+        return Piece(text, (id,), logprobs)
+
+    def _end(self, text: str, reason: FinishReason, ids: tuple[int, ...], logprobs: tuple[TokenLogprob, ...] | None) -> Piece:
+        """The last piece, with all that was held back; a stop string may still become complete in it."""
+        text += self._stops.push(self._detokenizer.finish())
+        text += self._stops.finish()
+        if self._stops.matched is not None:
+            reason, self.matched = "stop", self._stops.matched
+        self.finish_reason, self.feed = reason, []
+        return Piece(text, ids, logprobs, reason)
+
+
+def _check_prompt(ids: list[int], vocabulary: int, context: int) -> None:
+    if not ids:
+        raise PromptError("the prompt is empty: give at least one token to continue from")
+    if len(ids) > context:
+        raise PromptError(
+            f"the prompt has {len(ids)} tokens and the context holds {context}: shorten it, or ask for a larger context (--context)"
+        )
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        bad = next(id for id in ids if not 0 <= id < vocabulary)
+        raise PromptError(f"the prompt has token id {bad} and the model's vocabulary ends at {vocabulary - 1}")
+
+
+class Stepper(Protocol):
+    """What `generate` needs of an engine."""
+
+    tokenizer: Any
+    context: int
+
+    def open_sequence(self) -> Any: ...
+    def next_logits(self, sequence: Any, token_ids: Sequence[int]) -> np.ndarray: ...
+    def close_sequence(self, sequence: Any) -> None: ...
+
+
+def generate(engine: Stepper, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[Piece]:
+    """The pieces of one answer, as they are made; the last one, and only it, has a finish reason.
+
+    The prompt is checked at once, not at the first piece. Closing the iterator, or dropping it, frees the sequence.
+    """
+    state = GenerationState(engine.tokenizer, prompt_ids, params or SamplingParams(), engine.context)
+    return _run(engine, state)
+
+
+def _run(engine: Stepper, state: GenerationState) -> Iterator[Piece]:
+    if state.finish_reason is not None:
+        yield Piece(finish_reason=state.finish_reason)
+        return
+    sequence = engine.open_sequence()
+    try:
+        while state.finish_reason is None:
+            feed = state.feed
+            for start in range(0, len(feed), CHUNK):
+                logits = engine.next_logits(sequence, feed[start : start + CHUNK])
+            yield state.push(logits)
+    finally:
+        engine.close_sequence(sequence)
