@@ -6,6 +6,7 @@ that someone with a config.json is told that `num_hidden_layers` is missing, not
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,8 @@ class Metadata(Mapping[str, Any]):
 
     def updated(self, values: Mapping[str, Any]) -> Metadata:
         """The same metadata with `values` added or replaced."""
-        return Metadata({**self._values, **values}, self.source, self._spelling)
+        # A chain, not a merged dict: values of a mapped file stay undecoded until someone asks for them.
+        return Metadata(ChainMap(dict(values), self._values), self.source, self._spelling)  # type: ignore[arg-type]
 
     def has(self, key: str) -> bool:
         """True if the key is there and not null (a null in config.json is a key left out)."""

@@ -8,9 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from ..quant.block import BlockFormat, format_names, get_format
+from ..quant.block import BlockFormat, get_format
+from ..quant.errors import FormatError
+from .dequantize import to_float32
+from .mapped import MappedFile
 
 RowSlice = slice | None
+RowIndex = slice | np.ndarray
+
+
+SOURCE_TYPES = frozenset({"f64", "f8_e4m3", "f8_e5m2", "f8_e8m0", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool"})
+"""Element types that are never a block format, so that looking one up does not read the entry points of other packages."""
 
 
 class Tensor(ABC):
@@ -88,12 +96,11 @@ class ArrayTensor(Tensor):
 class RowsTensor(Tensor):
     """A tensor whose file holds it row after row, each row in whole bytes: safetensors and GGUF.
 
-    raw      uint8[rows, bytes of a row], a view of the mapped file
-    decode   uint8[n, bytes of a row], columns -> float32[n, columns]
+    file     the mapped file; its path is named in errors, its pages are released
+    raw      uint8[rows, bytes of a row], a view of the mapping
     order    int array: canonical row i is row order[i] of the file; None if they are the same
-    offset   added to every weight (norms that a family stores as w - 1)
-    scale    called with a slice of the file's rows, gives float32 that the weights are multiplied by (fp8 checkpoints)
-    release  called with the view of rows that are done with
+    offset   added to every weight (norms that a family's files store as w - 1)
+    scale    called with rows of the file (slice or int array), gives float32 that the weights are multiplied by (fp8 checkpoints)
     """
 
     def __init__(
@@ -101,36 +108,30 @@ class RowsTensor(Tensor):
         name: str,
         shape: tuple[int, ...],
         format: str,
+        file: MappedFile,
         raw: np.ndarray,
         *,
-        decode: Callable[[np.ndarray, int], np.ndarray],
         order: np.ndarray | None = None,
         offset: float = 0.0,
-        scale: Callable[[np.ndarray | slice], np.ndarray] | None = None,
-        release: Callable[[np.ndarray], None] | None = None,
+        scale: Callable[[RowIndex], np.ndarray] | None = None,
     ) -> None:
         self.name, self.shape, self.format = name, shape, format
         self.nbytes = raw.size
-        self._raw, self._decode, self._order = raw, decode, order
-        self._offset, self._scale, self._release = np.float32(offset), scale, release
+        self._file, self._raw, self._order = file, raw, order
+        self._offset, self._scale = np.float32(offset), scale
 
-    @property
-    def source_rows(self) -> np.ndarray:
-        """The bytes as the file has them, uint8[rows, bytes of a row], before any reordering of rows."""
-        return self._raw
-
-    def _index(self, rows: RowSlice) -> slice | np.ndarray:
+    def _index(self, rows: RowSlice) -> RowIndex:
         if self._order is None:
             return slice(None) if rows is None else rows
         return self._order if rows is None else self._order[rows]
 
     def float32(self, rows: RowSlice = None) -> np.ndarray:
         index = self._index(rows)
-        values = self._decode(self._raw[index], self.columns)
+        values = to_float32(np.ascontiguousarray(self._raw[index]), self.format, self._file.path, self.name)
         if self._scale is not None:
-            values = values * self._scale(index)
+            values *= self._scale(index)
         if self._offset:
-            values = values + self._offset
+            values += self._offset
         return values.reshape(self.shape) if rows is None else values
 
     def blocks(self, rows: RowSlice = None) -> np.ndarray | None:
@@ -140,15 +141,35 @@ class RowsTensor(Tensor):
         if form is None or form.header_bytes:
             return None
         raw = self._raw[self._index(rows)]
+        # Only f32, f16 and bf16 files can have rows that end inside a block.
+        missing = -raw.shape[1] % form.block_bytes
+        if missing:
+            raw = np.pad(raw, ((0, 0), (0, missing)))
         return raw.reshape(raw.shape[0], -1, form.block_bytes)
 
+    def same_as(self, other: RowsTensor) -> bool:
+        """True if both hold the same weights in the same bytes."""
+        if self.shape != other.shape or self.format != other.format or self._scale is not None or other._scale is not None:
+            return False
+        step = max(1, (1 << 24) // max(1, self._raw.shape[1]))
+        return all(
+            np.array_equal(self._raw[start : start + step], other._raw[start : start + step]) for start in range(0, len(self._raw), step)
+        )
+
     def release(self, rows: RowSlice = None) -> None:
-        if self._release is not None and self._order is None:
-            self._release(self._raw if rows is None else self._raw[rows])
-        elif self._release is not None and rows is None:
-            self._release(self._raw)
+        if self._order is not None and rows is not None:
+            return  # the rows of a slice may lie anywhere in their heads
+        row_bytes = self._raw.shape[1]
+        start, stop, _ = (slice(None) if rows is None else rows).indices(len(self._raw))
+        offset = self._raw.ctypes.data - self._file.address
+        self._file.release(offset + start * row_bytes, (stop - start) * row_bytes)
 
 
 def block_format(name: str) -> BlockFormat | None:
     """The block format of that name, or None if it is a type that only a source has."""
-    return get_format(name) if name in format_names() else None
+    if name in SOURCE_TYPES:
+        return None
+    try:
+        return get_format(name)
+    except FormatError:
+        return None

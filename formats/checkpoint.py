@@ -1,0 +1,215 @@
+"""Every checkpoint seen one way: `open_checkpoint` reads a .hbf, a .gguf, a .safetensors or a Hugging Face folder.
+
+Whatever the source, metadata keys and tensor names are GGUF's, the rotary rows of q and k lie in halves as Hugging Face has
+them, and norm weights are what they multiply by. See docs/architecture.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .errors import FileFormatError, InputError, TensorError, some
+from .family import Family, TensorSpec
+from .metadata import CheckpointError, Metadata, MetadataTypeError, MissingKeyError
+from .tensor import Tensor
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Metadata",
+    "MetadataTypeError",
+    "MissingKeyError",
+    "Tensor",
+    "TensorListError",
+    "TokenizerFiles",
+    "open_checkpoint",
+]
+
+EOS_IDS = "halfbyte.eos_token_ids"
+"""Every token id that ends a text, where a checkpoint names several; `tokenizer.ggml.eos_token_id` is the first of them."""
+
+_GIB = 1 << 30
+_WEIGHT_ENDINGS = (".hbf", ".gguf", ".safetensors")
+
+
+class TensorListError(FileFormatError):
+    """The tensors of a file are not those of its architecture. Attributes: missing, unused (lists of names)."""
+
+    def __init__(self, path: str | os.PathLike[str], architecture: str, missing: Iterable[str], unused: Iterable[str], hint: str = ""):
+        self.missing, self.unused = list(missing), list(unused)
+        parts = []
+        if self.missing:
+            parts.append(f"missing {len(self.missing)} ({some(self.missing, 40)})")
+        if self.unused:
+            parts.append(f"not used {len(self.unused)} ({some(self.unused, 40)})")
+        super().__init__(path, f"tensors do not fit the architecture {architecture}: {'; '.join(parts)}{hint}")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What a checkpoint says about text, unparsed; `engine.tokenizer` makes sense of it.
+
+    json           bytes of tokenizer.json, or None
+    config         tokenizer_config.json, or {}
+    chat_template  the template, or a dict of them by name, or None
+    gguf           the checkpoint's metadata, whose keys that begin with "tokenizer." are GGUF's
+    """
+
+    json: bytes | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | dict[str, str] | None = None
+    gguf: Mapping[str, Any] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return self.json is not None or "tokenizer.ggml.tokens" in self.gguf
+
+
+class Checkpoint:
+    """A checkpoint in canonical form; a context manager. See docs/architecture.md for what the attributes promise.
+
+    path          what was opened: a file, or a folder
+    kind          "hbf", "gguf" or "safetensors"
+    architecture  GGUF's name, None for a lone .safetensors
+    family        the family of that architecture, or None
+    metadata      GGUF's keys, completed with what may be left out
+    tensors       by GGUF's names, in the order in which the model uses them (a lone .safetensors: names and order of the file)
+    tokenizer     TokenizerFiles
+    files         the files that hold weights
+    config        config.json as it was read, for checkpoints that have one, else None
+    notes         what the user should know, a sentence each
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str,
+        metadata: Metadata,
+        tensors: dict[str, Tensor],
+        *,
+        family: Family | None = None,
+        tokenizer: TokenizerFiles | None = None,
+        files: Iterable[Path] = (),
+        config: dict[str, Any] | None = None,
+        notes: Iterable[str] = (),
+        closing: ExitStack | None = None,
+    ) -> None:
+        self.path, self.kind, self.metadata, self.tensors, self.family = path, kind, metadata, tensors, family
+        self.architecture = family.name if family else None
+        self.tokenizer = tokenizer or TokenizerFiles()
+        self.files, self.config, self.notes = list(files), config, list(notes)
+        self._closing = closing or ExitStack()
+
+    @property
+    def name(self) -> str:
+        """What the model is called: its file's or folder's name without the ending, fit for a file name."""
+        return self.path.name if self.path.is_dir() else self.path.stem
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors in the file."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def close(self) -> None:
+        """Closes the files. Arrays that were handed out stay valid."""
+        self._closing.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path} ({self.kind}, {self.architecture}): {len(self.tensors)} tensors, {self.nbytes / _GIB:.2f} GiB>"
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a checkpoint of any kind; what it is, is told by the first bytes of the file.
+
+    Raises FileFormatError (a file that is not what it promises, tensors that do not fit) or CheckpointError (a key that is missing
+    or not understood), both HalfbyteError; nothing else.
+    """
+    target = Path(path)
+    if target.is_dir():
+        from .huggingface import open_folder
+
+        return open_folder(target)
+    try:
+        with open(target, "rb") as file:
+            magic = file.read(8)
+    except OSError as error:
+        from .mapped import why_not_opened
+
+        raise InputError(target, why_not_opened(error, target)) from None
+    except ValueError:
+        raise InputError(target, "cannot be opened: not a file name") from None
+    if magic[:4] in (b"GGUF", b"FUGG"):
+        from .gguf_checkpoint import open_gguf
+
+        return open_gguf(target)
+    if target.suffix == ".hbf" or _is_hbf(magic):
+        from .hbf_checkpoint import open_hbf
+
+        return open_hbf(target)
+    if target.suffix == ".gguf":
+        from .gguf_checkpoint import open_gguf
+
+        return open_gguf(target)  # says what is wrong with it
+    if target.suffix == ".safetensors" or magic[8:9] == b"{":
+        from .huggingface import open_file
+
+        return open_file(target)
+    if target.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+        raise InputError(target, "a PyTorch pickle, which can run code when it is read; convert it to safetensors first")
+    if target.name == "config.json" or target.name.endswith(".safetensors.index.json"):
+        raise InputError(target, "part of a checkpoint; name the folder that it lies in")
+    raise InputError(target, f"not a checkpoint: expected one of {', '.join(_WEIGHT_ENDINGS)} or a Hugging Face folder")
+
+
+def _is_hbf(magic: bytes) -> bool:
+    from .native import MAGIC
+
+    return magic.startswith(MAGIC)
+
+
+def bind(
+    path: Path,
+    family: Family,
+    specs: list[TensorSpec],
+    names: Iterable[str],
+    spelled: Callable[[TensorSpec], str | None] = lambda spec: spec.name,
+    hint: str = "",
+) -> list[TensorSpec]:
+    """The specs whose tensors are there. Every required one must be, and no tensor may be left over.
+
+    names     the tensors of the file
+    spelled   what a spec's tensor is called there, None if such files do not hold it
+    Raises TensorListError with both lists.
+    """
+    there = set(names)
+    found, missing, used = [], [], set()
+    for spec in specs:
+        name = spelled(spec)
+        if name in there:
+            found.append(spec)
+            used.add(name)
+        elif not spec.optional and name is not None:
+            missing.append(name)
+    ignored = [re.compile(pattern) for pattern in family.ignored]
+    unused = [name for name in names if name not in used and not any(pattern.fullmatch(name) for pattern in ignored)]
+    if missing or unused:
+        raise TensorListError(path, family.name, missing, unused, hint)
+    return found
+
+
+def check_shape(path: Path, shape: tuple[int, ...], spec: TensorSpec, name: str) -> None:
+    """Raises FileFormatError if a tensor has not the shape that the metadata call for."""
+    if shape != spec.shape:
+        raise TensorError(path, f"has shape {list(shape)}; the metadata call for {list(spec.shape)}", where=name)
