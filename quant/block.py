@@ -12,6 +12,7 @@ orders that hold the same bits:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -127,6 +128,15 @@ def format_names() -> list[str]:
         get_format(name)
     _read_entry_points()
     return [*BUILT_IN, *sorted(_formats.keys() - set(BUILT_IN))]
+
+
+def foreign_sources(names: Iterable[str]) -> list[str]:
+    """Source files of those named formats that other packages registered; compiled code depends on them."""
+    import inspect
+
+    package = __name__.split(".", 1)[0] + "."
+    classes = [type(_formats[n]) for n in names if n in _formats]
+    return [inspect.getsourcefile(c) or "" for c in classes if not c.__module__.startswith(package)]
 
 
 def _read_entry_points() -> None:

@@ -71,4 +71,7 @@ class Floats(BlockFormat):
         return blocks.reshape(-1, count, self.block_bytes)[:rows]
 
     def piece(self) -> Any:
-        raise NotImplementedError
+        """See BlockFormat.piece."""
+        from .jit.piece import float_piece
+
+        return float_piece(self.name)

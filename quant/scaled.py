@@ -124,4 +124,8 @@ class ScaledIntegers(BlockFormat):
         return out
 
     def piece(self) -> Any:
-        raise NotImplementedError
+        """See BlockFormat.piece."""
+        from .jit.piece import scaled_piece
+
+        parts = tuple(type(part).__name__ for part in self.tile_parts or self.parts)
+        return scaled_piece(self.numbers, parts, 0 if isinstance(self.grid, Affine) else self.grid.bias)

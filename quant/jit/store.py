@@ -1,0 +1,312 @@
+"""Kernels by name: from memory, from disk, or compiled now.
+
+    kernel = find("halfbyte.engine.kernels.matmul", "q4_0", "int8")      # .address, .fields
+
+The named module defines `FIELDS` (the argument block) and `build(*parameters)`, which returns the Python function to compile. Machine code is kept
+in a cache folder keyed by processor, versions and sources, so a warm start imports neither numba nor the kernel's module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+import platform
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# magic, crc32 of all that follows the header, entry, bytes of fields text, bytes of code, kind
+_HEADER = struct.Struct("<8sIIIII")
+_MAGIC = b"HBKERN1\0"
+_ALIGN = 64
+_PACKAGE = Path(__file__).resolve().parents[2]
+_SOURCES = ("quant/jit", "quant", "engine/kernels")
+
+Name = tuple[str, ...]
+"""(module, *parameters)"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel: `address` for call_kernel, `fields` of its argument block."""
+
+    address: int
+    fields: str
+
+
+_kernels: dict[Name, Kernel] = {}
+_keep: list[object] = []  # mappings and JIT engines live as long as the process: addresses into them are everywhere
+
+
+def find(module: str, *parameters: str) -> Kernel:
+    """The kernel of that module with these parameters, compiled if need be (about a second)."""
+    name = (module, *parameters)
+    if name not in _kernels:
+        _kernels[name] = _from_disk(name) or _compile(name)
+    return _kernels[name]
+
+
+def missing(names: Iterable[Name]) -> list[Name]:
+    """Those that neither memory nor disk holds."""
+    out = []
+    for name in dict.fromkeys(names):
+        if name in _kernels:
+            continue
+        kernel = _from_disk(name)
+        if kernel is None:
+            out.append(name)
+        else:
+            _kernels[name] = kernel
+    return out
+
+
+def prepare(names: Iterable[Name], report: Callable[[int, int], None] | None = None) -> None:
+    """Compiles what is missing, in several processes when there is much; `report(done, total)` as it goes on."""
+    todo = missing(names)
+    if len(todo) > 2 and _folder() is not None:
+        _compile_in_processes(todo, report)
+        todo = missing(todo)
+    for i, name in enumerate(todo):
+        if report:
+            report(i, len(todo))
+        find(*name)
+    if report and todo:
+        report(len(todo), len(todo))
+
+
+def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] | None) -> None:
+    """Numba compiles under a lock of its own, so only processes run side by side. Each takes the next kernel when done with one."""
+    count = min(len(todo), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    command = [sys.executable, "-m", f"{__package__}.compile_worker"]
+    workers = []
+    try:
+        for _ in range(count):
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_child_environment()
+            )
+            workers.append(process)
+        queue, done = list(reversed(todo)), 0
+        import threading
+
+        lock = threading.Lock()
+
+        def serve(process: subprocess.Popen[str]) -> None:
+            nonlocal done
+            assert process.stdin and process.stdout
+            while True:
+                with lock:
+                    if not queue:
+                        break
+                    name = queue.pop()
+                try:
+                    print(*name, sep="\t", file=process.stdin, flush=True)
+                    if not process.stdout.readline():
+                        return  # the process died; what it left is compiled here afterwards, where the error can be seen
+                except OSError:
+                    return
+                with lock:
+                    done += 1
+                    if report:
+                        report(done, len(todo))
+
+        threads = [threading.Thread(target=serve, args=(p,), daemon=True) for p in workers]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        for process in workers:
+            if process.stdin:
+                process.stdin.close()
+            process.terminate()
+            process.wait()
+
+
+def _child_environment() -> dict[str, str]:
+    """The child must import this very package, wherever it was imported from."""
+    root = str(_PACKAGE.parent)
+    path = os.pathsep.join(dict.fromkeys(p for p in (*sys.path, root) if p))
+    return os.environ | {"PYTHONPATH": path}
+
+
+# ---- compiling -------------------------------------------------------------------------------------------------------
+
+
+def _compile(name: Name) -> Kernel:
+    from .machine_code import compile_kernel
+
+    module = importlib.import_module(name[0])
+    code = compile_kernel(module.build(*name[1:]), flat=None if _loader() == "map" else False)
+    body = module.FIELDS.encode()
+    body += bytes(-(_HEADER.size + len(body)) % _ALIGN) + code.data
+    kind = 0 if code.kind == "flat" else 1
+    data = _HEADER.pack(_MAGIC, zlib.crc32(body), code.entry, len(module.FIELDS.encode()), len(code.data), kind) + body
+    path = _path(name)
+    if path is not None:
+        _write(path, data)
+        kernel = _from_disk(name)
+        if kernel is not None:
+            return kernel
+    return _load(data, None)  # no cache folder, or one that may not be executed from
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Aside, then renamed: readers see the old file or the whole new one. A folder that cannot be written only costs time."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside.write_bytes(data)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _from_disk(name: Name) -> Kernel | None:
+    path = _path(name)
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+                return None  # this file is going to be executed: only our own, and nobody else may write it
+            if status.st_size < _HEADER.size:
+                return None
+            if _loader() == "map":
+                mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC)
+                return _load(mapped, mapped)
+            return _load(file.read(), None)
+    except (OSError, ValueError):
+        return None
+
+
+def _load(data: bytes | mmap.mmap, mapped: mmap.mmap | None) -> Kernel:
+    """Checks length and checksum, then finds the address. Raises ValueError on a damaged file."""
+    magic, crc, entry, fields_size, code_size, kind = _HEADER.unpack_from(data)
+    start = -(-(_HEADER.size + fields_size) // _ALIGN) * _ALIGN
+    view = memoryview(data)
+    if magic != _MAGIC or len(view) != start + code_size or zlib.crc32(view[_HEADER.size :]) != crc or entry > code_size:
+        view.release()
+        raise ValueError("damaged kernel file")
+    fields = bytes(view[_HEADER.size : _HEADER.size + fields_size]).decode()
+    if kind == 1:
+        return Kernel(_link(bytes(view[start:])), fields)
+    if mapped is None:
+        mapped = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        mapped.write(bytes(view))
+    _keep.append(mapped)
+    return Kernel(np.frombuffer(mapped, np.uint8).ctypes.data + start + entry, fields)
+
+
+def _link(image: bytes) -> int:
+    """The address of an object file's kernel, through LLVM's own loader: other platforms, or no executable mapping of files."""
+    import llvmlite.binding as llvm
+
+    from .machine_code import ENTRY
+
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(image))
+    engine.finalize_object()
+    _keep.append(engine)
+    return engine.get_function_address(ENTRY)
+
+
+# ---- where, and under which key --------------------------------------------------------------------------------------
+
+
+def _loader() -> str:
+    """ "map" where flat machine code can be mapped, else "link". HALFBYTE_LOADER overrides, for tests and odd systems."""
+    wanted = os.environ.get("HALFBYTE_LOADER")
+    if wanted in ("map", "link"):
+        return wanted
+    return "map" if sys.platform == "linux" and platform.machine() == "x86_64" else "link"
+
+
+def cache_folder() -> Path | None:
+    """Where machine code is kept: HALFBYTE_CACHE, or the user's cache folder. None when it is set empty."""
+    if "HALFBYTE_CACHE" in os.environ:
+        return Path(os.environ["HALFBYTE_CACHE"]) if os.environ["HALFBYTE_CACHE"] else None
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home()))
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "halfbyte"
+
+
+_folder_found: list[Path | None] = []
+
+
+def _folder() -> Path | None:
+    if not _folder_found:
+        root = cache_folder()
+        _folder_found.append(root and root / "kernels" / _key())
+    return _folder_found[0]
+
+
+def _path(name: Name) -> Path | None:
+    folder = _folder()
+    if folder is None:
+        return None
+    stem = "-".join((name[0].split(".", 1)[1].replace(".", "_"), *name[1:])) + _foreign(name)
+    return folder / f"{stem}.bin"
+
+
+def _foreign(name: Name) -> str:
+    """Formats of other packages bring code that the key below does not see: their file's checksum goes into the name."""
+    from ..block import foreign_sources
+
+    crc = 0
+    for source in foreign_sources(name[1:]):
+        crc = zlib.crc32(Path(source).read_bytes(), crc)
+    return f"-{crc:08x}" if crc else ""
+
+
+def _key() -> str:
+    """A name for everything that machine code depends on: processor, compiler versions, loader, sources."""
+    parts = [_processor(), _loader().encode(), sys.platform.encode(), _version("numba"), _version("llvmlite")]
+    for folder in _SOURCES:
+        for path in sorted((_PACKAGE / folder).glob("*.py")):
+            parts.append(path.read_bytes())
+    first, second = 0, 1
+    for part in parts:
+        first, second = zlib.crc32(part, first), zlib.adler32(part, second)
+    return f"{first:08x}{second:08x}"
+
+
+def _processor() -> bytes:
+    wanted = os.environ.get("NUMBA_CPU_NAME", "") + "/" + os.environ.get("NUMBA_CPU_FEATURES", "")
+    try:
+        with open("/proc/cpuinfo", "rb") as file:
+            lines = file.read(1 << 14).split(b"\n\n")[0].split(b"\n")
+        keep = (b"vendor_id", b"cpu family", b"model\t", b"flags", b"Features", b"CPU part", b"CPU implementer")
+        return wanted.encode() + b"|".join(line for line in lines if line.startswith(keep))
+    except OSError:
+        return (wanted + platform.machine() + platform.processor()).encode()
+
+
+def _version(package: str) -> bytes:
+    """The installed version, from the name of its .dist-info folder: importlib.metadata takes 40 ms to say the same."""
+    for folder in sys.path:
+        try:
+            for entry in os.listdir(folder or "."):
+                if entry.startswith(package + "-") and entry.endswith(".dist-info"):
+                    return entry.encode()
+        except OSError:
+            continue
+    return b""
+

@@ -1,0 +1,76 @@
+"""The processor that kernels are compiled for, as LLVM names its features.
+
+Taken from Numba's target, not from the machine we run on, so NUMBA_CPU_NAME (and NUMBA_CPU_FEATURES) choose a code path: an emitter that
+used an instruction outside the target would make LLVM abort the process. Tests force each path that way, in child processes.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+
+LANES = 16
+"""Logical lanes of every vector: one per row of a tile. LLVM splits them into the registers that the target has."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What emitters may use. `dot` is the way four byte products are summed: vnni512, vnni256, avx2, neon, usdot or portable."""
+
+    machine: str
+    cpu: str
+    features: frozenset[str]
+    dot: str
+    has_fma: bool
+    has_f16: bool
+    row_groups: int  # row groups (16 rows each) in a matrix-times-many-tokens tile; bounded by the number of registers
+
+
+def choose(machine: str, cpu: str, features: frozenset[str]) -> Target:
+    """The code path for a processor, from LLVM's feature names."""
+    machine = machine.lower()
+    if machine in ("x86_64", "amd64"):
+        has_f16 = "f16c" in features
+        if {"avx512vnni", "avx512bw", "avx512vl"} <= features and "prefer-256-bit" not in features:
+            return Target(machine, cpu, features, "vnni512", True, has_f16, 2)
+        if "avxvnni" in features or {"avx512vnni", "avx512vl"} <= features:
+            return Target(machine, cpu, features, "vnni256", "fma" in features, has_f16, 1)
+        if "avx2" in features:
+            return Target(machine, cpu, features, "avx2", "fma" in features, has_f16, 1)
+        return Target(machine, cpu, features, "portable", False, False, 1)
+    if machine in ("aarch64", "arm64"):
+        dot = "usdot" if "i8mm" in features else "neon" if "dotprod" in features else "portable"
+        return Target(machine, cpu, features, dot, True, True, 1)
+    return Target(machine, cpu, features, "portable", False, False, 1)
+
+
+@cache
+def current() -> Target:
+    """The target of this process. Imports numba.
+
+    A processor asked for by name (NUMBA_CPU_NAME) has the features LLVM knows it to have, not this machine's.
+    """
+    from numba.core import config
+
+    if config.CPU_NAME and config.CPU_FEATURES is None:
+        config.CPU_FEATURES = ""
+    from numba.core.registry import cpu_target
+
+    codegen = cpu_target.target_context.codegen()
+    cpu, text = codegen._get_host_cpu_name(), codegen._get_host_cpu_features()
+    features = frozenset(f[1:] for f in text.split(",") if f.startswith("+")) if text else _LEVELS.get(cpu, frozenset())
+    return choose(platform.machine(), cpu, features)
+
+
+# Features of the processor names that the tests use; an unlisted name runs the portable path, which every processor can.
+_LEVELS = {
+    "x86-64-v2": frozenset({"sse4.2"}),
+    "x86-64-v3": frozenset({"avx2", "fma", "f16c"}),
+    "x86-64-v4": frozenset({"avx2", "fma", "f16c", "avx512bw", "avx512vl"}),
+}
+_LEVELS |= {name: _LEVELS["x86-64-v3"] for name in ("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3")}
+_LEVELS |= {name: _LEVELS["x86-64-v3"] | {"avxvnni"} for name in ("alderlake", "raptorlake", "meteorlake", "sierraforest")}
+_VNNI = _LEVELS["x86-64-v4"] | {"avx512vnni"}
+_LEVELS |= {name: _VNNI for name in ("cascadelake", "icelake-server", "icelake-client", "sapphirerapids", "znver4", "znver5")}
+
