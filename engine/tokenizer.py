@@ -15,6 +15,7 @@ from typing import Any
 
 from ..formats.errors import printable
 from ..formats.pretokenizers import TokenizerError
+from ..formats.tokenizer_json import SPACE, default_add_bos, dumps, from_gguf, token_id
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
@@ -24,7 +25,8 @@ END_OF_TURN = (
 )  # fmt: skip
 """Special tokens that end an answer whatever the metadata say; files that forget them are common (llama.cpp does the same)."""
 
-SPACE = "\u2581"
+EOS_IDS = "halfbyte.eos_token_ids"
+"""Where `formats.checkpoint` keeps all ids that end an answer."""
 
 
 class Tokenizer:
@@ -91,8 +93,6 @@ class Tokenizer:
     def _build(self) -> Any:
         json = self._json
         if json is None:
-            from ..formats.tokenizer_json import dumps, from_gguf
-
             json = dumps(from_gguf(self._gguf))
         from tokenizers import Tokenizer as Library
 
@@ -106,7 +106,8 @@ class Tokenizer:
                 if isinstance(content, str):
                     self.special_tokens[key] = content
         for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
-            token = self._library.id_to_token(self._gguf_id(key)) if self._gguf_id(key) is not None else None
+            number = token_id(self._gguf, key)
+            token = None if number is None else self._library.id_to_token(number)
             if token is not None:
                 self.special_tokens.setdefault(name, token)
         self._bos = self._named("bos_token")
@@ -114,18 +115,15 @@ class Tokenizer:
         self._eos = self._ends()
         self._add_bos = self._wants_bos()
 
-    def _gguf_id(self, name: str) -> int | None:
-        value = self._gguf.get(f"tokenizer.ggml.{name}_token_id")
-        return int(value) if value is not None and 0 <= int(value) < 1 << 31 else None
-
     def _named(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self._library.token_to_id(token)
 
     def _ends(self) -> frozenset[int]:
-        stated = self._generation.get("eos_token_id")
-        ends = {i for i in (stated if isinstance(stated, (list, tuple)) else [stated]) if isinstance(i, int)}
-        ends |= {i for i in (self._gguf_id(name) for name in ("eos", "eot", "eom")) if i is not None}
+        ends = {i for i in (token_id(self._gguf, name) for name in ("eos", "eot", "eom")) if i is not None}
+        for stated in (self._gguf.get(EOS_IDS), self._generation.get("eos_token_id")):
+            several: Any = stated if hasattr(stated, "__iter__") else [stated]
+            ends |= {int(i) for i in several if i is not None}
         eos = self._named("eos_token")
         if eos is not None:
             ends.add(eos)
@@ -143,8 +141,6 @@ class Tokenizer:
         if isinstance(stated, bool):
             return stated
         if self._json is None or "tokenizer.ggml.add_bos_token" in self._gguf:
-            from ..formats.tokenizer_json import default_add_bos
-
             return default_add_bos(self._gguf)
         return self._library.encode("", add_special_tokens=True).ids[:1] == [self._bos]
 
@@ -297,7 +293,7 @@ class _Decoder:
             elif kind not in ("ByteLevel", "ByteFallback", "Fuse"):
                 raise TokenizerError(f"tokenizer.json: decoder: a step that is not supported: {printable(step)}")
         if not (self.byte_level or self.space):
-            raise TokenizerError("tokenizer.json: decoder: neither ByteLevel nor one that writes spaces, so text cannot be joined")
+            raise TokenizerError("tokenizer.json: decoder: neither ByteLevel nor one that writes spaces, so text cannot be made")
 
     def token(self, token: str) -> bytes:
         if self.byte_level:

@@ -64,6 +64,16 @@ def dumps(tokenizer: Mapping[str, Any]) -> bytes:
     return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
 
 
+def token_id(keys: Mapping[str, Any], name: str, count: int = 1 << 31) -> int | None:
+    """The id under `tokenizer.ggml.<name>_token_id`; None if it is missing, or no token of a vocabulary of `count`."""
+    value = keys.get(f"tokenizer.ggml.{name}_token_id")
+    try:
+        number = -1 if value is None else int(value)
+    except (TypeError, ValueError):
+        raise TokenizerError(f"tokenizer.ggml.{name}_token_id: {printable(value, 60)} is no token id") from None
+    return number if 0 <= number < count else None
+
+
 def default_add_bos(keys: Mapping[str, Any]) -> bool:
     """Whether texts begin with BOS: `tokenizer.ggml.add_bos_token`, or what llama.cpp takes it to be where it is missing."""
     stated = keys.get("tokenizer.ggml.add_bos_token")
@@ -98,7 +108,7 @@ def _byte_level(keys: Mapping[str, Any], tokens: list[str], types: list[int], vo
 
 def _sentencepiece(keys: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict[str, Any]:
     scores = _numbers(keys, "tokenizer.ggml.scores", len(tokens))
-    unknown = keys.get("tokenizer.ggml.unknown_token_id")
+    unknown = token_id(keys, "unknown", len(tokens))
     if unknown is None:
         unknown = next((i for i, kind in enumerate(types) if kind == UNKNOWN), None)
     prefix = bool(keys.get("tokenizer.ggml.add_space_prefix", True))
@@ -120,7 +130,7 @@ def _sentencepiece(keys: Mapping[str, Any], tokens: list[str], types: list[int],
         "model": _bpe(
             vocabulary,
             merges_of_scores(tokens, scores, types),
-            unk_token=tokens[unknown] if _is_id(unknown, tokens) else None,
+            unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=has_bytes,
         ),
@@ -176,22 +186,18 @@ def _added(number: int, token: str, kind: int) -> dict[str, Any]:
 
 def _bos_first(keys: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
     """The post-processor that puts BOS first, where the file wants it: other readers of tokenizer.json go by it."""
-    bos = keys.get("tokenizer.ggml.bos_token_id")
-    if not (default_add_bos(keys) and _is_id(bos, tokens)):
+    bos = token_id(keys, "bos", len(tokens))
+    if bos is None or not default_add_bos(keys):
         return None
-    token = tokens[int(bos)]  # type: ignore[arg-type]
+    token = tokens[bos]
     first = {"SpecialToken": {"id": token, "type_id": 0}}
     text_a, text_b = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
     return {
         "type": "TemplateProcessing",
         "single": [first, text_a],
         "pair": [first, text_a, {"SpecialToken": {"id": token, "type_id": 1}}, text_b],
-        "special_tokens": {token: {"id": token, "ids": [int(bos)], "tokens": [token]}},  # type: ignore[arg-type]
+        "special_tokens": {token: {"id": token, "ids": [bos], "tokens": [token]}},
     }
-
-
-def _is_id(value: Any, tokens: Sequence[str]) -> bool:
-    return value is not None and 0 <= int(value) < len(tokens)
 
 
 def _array(keys: Mapping[str, Any], key: str) -> Sequence[Any]:
