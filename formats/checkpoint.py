@@ -184,24 +184,24 @@ def bind(
     family: Family,
     specs: list[TensorSpec],
     names: Iterable[str],
-    spelled: Callable[[TensorSpec], str | None] = lambda spec: spec.name,
+    spelled: Callable[[TensorSpec], tuple[str, ...]] = lambda spec: (spec.name,),
     hint: str = "",
 ) -> list[TensorSpec]:
     """The specs whose tensors are there. Every required one must be, and no tensor may be left over.
 
     names     the tensors of the file
-    spelled   what a spec's tensor is called there, None if such files do not hold it
+    spelled   what the tensors are called there that a spec's tensor is made of; () if such files do not hold it
     Raises TensorListError with both lists.
     """
     there = set(names)
     found, missing, used = [], [], set()
     for spec in specs:
-        name = spelled(spec)
-        if name in there:
+        parts = spelled(spec)
+        if parts and there.issuperset(parts):
             found.append(spec)
-            used.add(name)
-        elif not spec.optional and name is not None:
-            missing.append(name)
+            used.update(parts)
+        elif not spec.optional:
+            missing += [name for name in parts if name not in there]
     ignored = [re.compile(pattern) for pattern in family.ignored]
     unused = [name for name in names if name not in used and not any(pattern.fullmatch(name) for pattern in ignored)]
     if missing or unused:

@@ -181,14 +181,14 @@ class Decoder(Family):
 
     def tensors(self, metadata: Metadata) -> list[TensorSpec]:
         size = Dimensions.of(metadata, self.name)
-        specs = [TensorSpec(EMBEDDING, "embed_tokens.weight", (size.vocabulary, size.width))]
+        specs = [TensorSpec(EMBEDDING, ("embed_tokens.weight",), (size.vocabulary, size.width))]
         for layer in range(size.layers):
             specs += self.layer_tensors(size, layer)
         return [
             *specs,
-            TensorSpec("output_norm.weight", "norm.weight", (size.width,)),
-            TensorSpec(HEAD, "lm_head.weight", (size.vocabulary, size.width), optional=True),
-            TensorSpec(rope.FACTORS, None, (size.head // 2,), optional=True),
+            TensorSpec("output_norm.weight", ("norm.weight",), (size.width,)),
+            TensorSpec(HEAD, ("lm_head.weight",), (size.vocabulary, size.width), optional=True),
+            TensorSpec(rope.FACTORS, (), (size.head // 2,), optional=True),
         ]
 
     def layer_tensors(self, size: Dimensions, layer: int) -> list[TensorSpec]:
@@ -206,13 +206,13 @@ class Decoder(Family):
         ]
         specs = []
         for ours, name, shape, rotary, bias in matrices:
-            specs.append(TensorSpec(f"{gguf}{ours}.weight", f"{theirs}{name}.weight", shape, rotary_heads=rotary))
+            specs.append(TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), shape, rotary_heads=rotary))
             if bias != "never":
                 specs.append(
-                    TensorSpec(f"{gguf}{ours}.bias", f"{theirs}{name}.bias", shape[:1], optional=bias == "config", rotary_heads=rotary)
+                    TensorSpec(f"{gguf}{ours}.bias", (f"{theirs}{name}.bias",), shape[:1], optional=bias == "config", rotary_heads=rotary)
                 )
         norms = [("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")]
-        attention, feed_forward = (TensorSpec(f"{gguf}{ours}.weight", f"{theirs}{name}.weight", (size.width,)) for ours, name in norms)
+        attention, feed_forward = (TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), (size.width,)) for ours, name in norms)
         split = next(i for i, spec in enumerate(specs) if ".ffn_" in spec.name)
         return [attention, *specs[:split], feed_forward, *specs[split:]]
 

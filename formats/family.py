@@ -9,17 +9,19 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from .errors import printable
 from .metadata import CheckpointError, Metadata
 from .tensor import Tensor
+
+if TYPE_CHECKING:
+    from .huggingface_weights import Weights
 
 
 class UnsupportedArchitectureError(CheckpointError):
@@ -35,7 +37,8 @@ class TensorSpec:
     """One tensor that a family expects.
 
     name          GGUF's name
-    huggingface   its name in a Hugging Face checkpoint without the "model." prefix; None if such files do not hold it
+    sources       what it is made of in a Hugging Face checkpoint, without the "model." prefix: one tensor, several for families
+                  that override `Family.tensor`, none if such files do not hold it
     shape         numpy order, canonical
     optional      True if a checkpoint may be without it
     rotary_heads  > 0 for the rows of q and k: that many heads, whose rows GGUF holds as interleaved pairs if the family does
@@ -43,7 +46,7 @@ class TensorSpec:
     """
 
     name: str
-    huggingface: str | None
+    sources: tuple[str, ...]
     shape: tuple[int, ...]
     optional: bool = False
     rotary_heads: int = 0
@@ -86,13 +89,12 @@ class Family(ABC):
     def spelling(self) -> dict[str, str]:
         """GGUF's key -> the key of config.json that it comes from."""
 
-    def tensor(self, spec: TensorSpec, find: Callable[[str], Tensor]) -> Tensor:
-        """The canonical tensor of a spec from a Hugging Face file. `find` gives a tensor by its name there and notes its use.
+    def tensor(self, spec: TensorSpec, weights: Weights, names: tuple[str, ...]) -> Tensor:
+        """The canonical tensor of a spec from Hugging Face files, where it is called `names`.
 
-        The place for families that stack, split or transpose; here a tensor is what it is.
+        The place for families that stack, split or transpose; here a tensor is what it is, but for the offset.
         """
-        assert spec.huggingface is not None
-        return find(spec.huggingface)
+        return weights.tensor(names[0], spec.name, spec.offset)
 
 
 def rotary_order(heads: int, rows: int) -> np.ndarray:

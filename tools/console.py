@@ -1,0 +1,97 @@
+"""The frame around every command: errors as one line, exit statuses, and text from files made safe for a terminal.
+
+Imports nothing but the standard library: every command pays for it at its start.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+from ..quant.errors import HalfbyteError
+
+FAILED, USAGE, INTERRUPTED, PIPE_CLOSED = 1, 2, 130, 141
+"""Exit statuses besides 0: anything refused; a command line that makes no sense; Ctrl-C; nobody reads what we print."""
+
+
+class UsageError(HalfbyteError):
+    """The command line does not make sense."""
+
+
+def run(main: Callable[[], int | None]) -> int:
+    """Runs a command and gives its exit status.
+
+    Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_DEBUG=1 in the environment lets the traceback
+    through instead.
+    """
+    debug = os.environ.get("HALFBYTE_DEBUG", "") not in ("", "0")
+    try:
+        status = main() or 0
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return PIPE_CLOSED
+    except UsageError as error:
+        print_error(error)
+        return USAGE
+    except HalfbyteError as error:
+        if debug:
+            raise
+        print_error(error)
+    except MemoryError:
+        print_error("out of memory: close other programs, or use a smaller model or --context")
+    except OSError as error:
+        if debug:
+            raise
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _forget_stdout()
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print_error(f"{where}{error.strerror or error}")
+    except Exception as error:
+        if debug:
+            raise
+        kind = type(error).__name__
+        print_error(f"a defect in halfbyte, please report it: {kind}: {error} (HALFBYTE_DEBUG=1 shows where)")
+    return FAILED
+
+
+def print_error(error: object) -> None:
+    """One line on stderr, "error: …", whatever the text holds."""
+    text = safe_text(str(error).strip()).replace("\n", " ").replace("\t", " ")
+    try:
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError, AttributeError):
+        pass  # stderr is closed; the exit status has to do
+
+
+def safe_text(text: str) -> str:
+    """Text from a file or a model with everything that a terminal would obey (escape sequences, direction marks) written as escapes.
+
+    Line ends and tabs stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" or _joins(c) else _escape(c) for c in text)
+
+
+def _joins(character: str) -> bool:
+    """Joiners (in emoji and Indic text), variation selectors and spaces of other widths only show."""
+    return character in "\u200c\u200d\u00a0\u3000" or "\u2000" <= character <= "\u200a" or "\ufe00" <= character <= "\ufe0f"
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _forget_stdout() -> None:
+    """Keeps the interpreter from flushing a broken stdout once more at its end, and complaining."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, AttributeError):
+        pass
