@@ -1,8 +1,8 @@
 """Outputs that are there whole or not at all.
 
-A file is written under a temporary name in its own folder, brought to the disk, and renamed over the target. On any error, on Ctrl-C and
-on SIGTERM the temporary file goes. A process that is killed outright leaves a file named `.NAME.XXXXXXXX.halfbyte-tmp`; it holds a lock
-as long as its owner lives, so the next run that writes the same target sees that the owner is gone and removes it.
+A file is written under a temporary name in its own folder, brought to the disk, and renamed over the target. On any error, on
+Ctrl-C and on SIGTERM the temporary file goes. A process that is killed outright leaves one named `.NAME.XXXXXXXX.halfbyte-tmp`;
+it holds a lock as long as its owner lives, so the next run for the same target sees that the owner is gone and removes it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class OutputFile:
     def __init__(self, path: Path, descriptor: int, size: int | None):
         self.path, self._descriptor, self.size = path, descriptor, size
         self._position = self._end = 0
+        self._lock = threading.Lock()
         if size:
             self.reserve(size)
 
@@ -73,7 +74,8 @@ class OutputFile:
                 done += _write_at(self._descriptor, view[done : done + _CHUNK], position + done)
         except OSError as error:
             raise self._failure(error, position + len(view)) from None
-        self._end = max(self._end, position + len(view))
+        with self._lock:
+            self._end = max(self._end, position + len(view))
         return len(view)
 
     def tell(self) -> int:
@@ -97,7 +99,8 @@ class OutputFile:
             free = ""
         reason = "the disk is full" if error.errno != errno.EFBIG else "the file would be larger than allowed"
         more = "" if self.size else "at least "
-        return OutputError(self.path, f"{reason}: needs {more}{needed} bytes{free}; make room or choose another place", needed=needed)
+        problem = f"{reason}: needs {more}{needed} bytes{free}; make room or choose another place"
+        return OutputError(self.path, problem, needed=needed)
 
 
 if hasattr(os, "pwrite"):
@@ -115,8 +118,8 @@ else:
 def atomic_file(path: PathLike, *, size: int | None = None, inputs: Iterable[PathLike] = ()) -> Iterator[OutputFile]:
     """A file that appears at `path`, whole, when the block ends without an error; an existing one is replaced only then.
 
-    size: bytes that will be needed, if known. inputs: files (or folders) that are being read; an output that is one of them is refused.
-    Raises OutputError.
+    size: bytes that will be needed, if known. inputs: files (or folders) that are being read; an output that is one of them is
+    refused. Raises OutputError.
     """
     target = _target(path, inputs)
     if target.is_dir():

@@ -59,7 +59,10 @@ _float8: dict[str, np.ndarray] = {}
 
 
 def float8_table(kind: str) -> np.ndarray:
-    """float32[256]: the value of each byte of "f8_e4m3" (OCP FN: no infinity, 0x7f and 0xff NaN), "f8_e5m2" or "f8_e8m0" (a power of two)."""
+    """float32[256]: the value of each byte of an 8-bit float.
+
+    "f8_e4m3" is OCP's (no infinity, 0x7f and 0xff are NaN), "f8_e5m2" has infinities, "f8_e8m0" is a power of two.
+    """
     if kind not in _float8:
         code = np.arange(256)
         if kind == "f8_e8m0":
@@ -126,7 +129,7 @@ def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scaled_with_minimum(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    """codes uint8[blocks, 8, 32] × scale - minimum, the header of q4_k and q5_k: f16 scale, f16 minimum, 12 bytes of six-bit pairs."""
+    """uint8[blocks, 8, 32] × scale - minimum, by the header of q4_k and q5_k: f16 scale, f16 minimum, 12 bytes of 6-bit pairs."""
     scales, minima = _six_bit_pairs(blocks[:, 4:16])
     scale = _halves(blocks, 0) * scales.astype(np.float32)
     minimum = _halves(blocks, 2) * minima.astype(np.float32)
@@ -137,7 +140,7 @@ def _scaled_with_minimum(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
 
 
 def dequantize_q4_k(blocks: np.ndarray) -> np.ndarray:
-    """uint8[n, 144] -> float32[n, 256]. Each 32 bytes of nibbles hold 32 weights in the low and the next 32 in the high halves."""
+    """uint8[n, 144] -> float32[n, 256]. 32 bytes of nibbles hold 32 weights in the low and the next 32 in the high halves."""
     nibbles = blocks[:, 16:144].reshape(-1, 4, 32)
     codes = np.empty((len(blocks), 4, 2, 32), np.uint8)
     np.bitwise_and(nibbles, 15, out=codes[:, :, 0])
@@ -160,8 +163,8 @@ def dequantize_q5_k(blocks: np.ndarray) -> np.ndarray:
 def dequantize_q6_k(blocks: np.ndarray) -> np.ndarray:
     """uint8[n, 210] -> float32[n, 256].
 
-    Two halves of 128 weights. In each, 64 bytes hold the lower nibbles (low halves weights 0–63, high halves 64–127) and 32 bytes the
-    upper two bits, four weights 32 apart to a byte. Sixteen signed 8-bit scales, one per 16 weights, and one f16.
+    Two halves of 128 weights. In each, 64 bytes hold the lower nibbles (low halves weights 0–63, high halves 64–127) and 32 bytes
+    the upper two bits, four weights 32 apart to a byte. Sixteen signed 8-bit scales, one per 16 weights, and one f16.
     """
     low = blocks[:, 0:128].reshape(-1, 2, 2, 32)
     high = blocks[:, 128:192].reshape(-1, 2, 32)

@@ -145,7 +145,8 @@ class GGUFFile(MappedFile):
             problem = f"rows of {columns} weights are not whole blocks of {kind.name} ({kind.block} weights)"
             raise TensorError(path, problem, where=name, offset=at)
         if entry.offset % self.alignment:
-            raise TensorError(path, f"its offset {entry.offset} is not a multiple of the alignment {self.alignment}", where=name, offset=at)
+            problem = f"its offset {entry.offset} is not a multiple of the alignment {self.alignment}"
+            raise TensorError(path, problem, where=name, offset=at)
         nbytes = kind.row_bytes(columns)
         for length in shape[:-1]:
             nbytes *= length

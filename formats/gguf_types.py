@@ -36,5 +36,7 @@ TYPES: dict[int, TensorType] = {row[0]: TensorType(*row) for row in _TABLE}
 BY_NAME: dict[str, TensorType] = {kind.name: kind for kind in TYPES.values()}
 """Tensor types by lower-case name."""
 
-REMOVED = {4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8"}
+REMOVED = {
+    4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8",
+}  # fmt: skip
 """Numbers that older files may hold and that GGUF has given up."""

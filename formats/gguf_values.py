@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,10 @@ class ValueType(IntEnum):
 
 
 NUMBERS: dict[ValueType, np.dtype[Any]] = {
-    ValueType.U8: np.dtype("<u1"), ValueType.I8: np.dtype("<i1"), ValueType.U16: np.dtype("<u2"), ValueType.I16: np.dtype("<i2"),
-    ValueType.U32: np.dtype("<u4"), ValueType.I32: np.dtype("<i4"), ValueType.U64: np.dtype("<u8"), ValueType.I64: np.dtype("<i8"),
-    ValueType.F32: np.dtype("<f4"), ValueType.F64: np.dtype("<f8"), ValueType.BOOL: np.dtype("<u1"),
+    ValueType.U8: np.dtype("<u1"), ValueType.U16: np.dtype("<u2"), ValueType.U32: np.dtype("<u4"),
+    ValueType.I8: np.dtype("<i1"), ValueType.I16: np.dtype("<i2"), ValueType.I32: np.dtype("<i4"), ValueType.I64: np.dtype("<i8"),
+    ValueType.U64: np.dtype("<u8"), ValueType.F32: np.dtype("<f4"), ValueType.F64: np.dtype("<f8"),
+    ValueType.BOOL: np.dtype("<u1"),
 }  # fmt: skip
 """Value types of fixed size and how their bytes are read. A bool is a byte that is 0 or not."""
 
@@ -51,7 +53,7 @@ class Cursor:
     def __init__(self, path: Any, data: np.ndarray, position: int = 0, wide: bool = True):
         """data: uint8[n]. wide: lengths and counts are u64 (GGUF 2 and later, .hbf) or u32 (GGUF 1)."""
         self.path, self.data, self.position, self.end = path, data, position, len(data)
-        self.view = memoryview(data)
+        self.view = data.data
         self.wide = wide
 
     def take(self, nbytes: int, where: str = "") -> int:
@@ -81,7 +83,8 @@ class Cursor:
         if nbytes > NAME_BYTES:
             if nbytes > self.end - self.position:
                 raise TruncatedError(self.path, self.position + nbytes, self.end, where=what, offset=start)
-            raise HeaderError(self.path, f"the name of {what} is {nbytes} bytes long; at most {NAME_BYTES} are read", offset=start)
+            problem = f"the name of {what} is {nbytes} bytes long; at most {NAME_BYTES} are read"
+            raise HeaderError(self.path, problem, offset=start)
         at = self.take(nbytes, what)
         try:
             return str(self.view[at : at + nbytes], "utf-8")
@@ -117,9 +120,9 @@ class TypedValues(Mapping[str, Any]):
         self._entries: dict[str, Entry] = {}
         self._decoded: dict[str, Any] = {}
         left = cursor.end - cursor.position
-        if count > left // 13:  # a key of one byte, its length, a type, a value of one byte; fewer in version 1
-            if cursor.wide or count > left // 9:
-                raise TruncatedError(cursor.path, cursor.position + 13 * count, cursor.end, where=f"{count} metadata entries")
+        smallest = (8 if cursor.wide else 4) + 1 + 4 + 1  # a key of one byte and its length, a type, a value of one byte
+        if count > left // smallest:
+            raise TruncatedError(cursor.path, cursor.position + smallest * count, cursor.end, where=f"{count} metadata entries")
         if count > MAX_KEYS:
             raise HeaderError(cursor.path, f"announces {count} metadata entries; at most {MAX_KEYS} are read")
         for number in range(count):
@@ -244,11 +247,11 @@ def read_entry(cursor: Cursor, key: str) -> Entry:
 
 
 def read_array(cursor: Cursor, key: str, lazy: bool = False) -> Entry:
-    """An array at the cursor. With `lazy`, the strings of a string array are not walked over (and the cursor does not move on)."""
+    """An array at the cursor. With `lazy`, strings are not walked over, and the cursor stays at the first."""
     item = _value_type(cursor, key)
     at = cursor.position
     if item is ValueType.ARRAY:
-        raise UnknownTypeError(cursor.path, "an array of arrays, which no known file holds and this reader does not read", where=key, offset=at)
+        raise UnknownTypeError(cursor.path, "an array of arrays, which is not read", where=key, offset=at)
     count = cursor.count(key)
     start = cursor.position
     if item is not ValueType.STRING:
@@ -327,7 +330,7 @@ def check_layout(path: Any, tensors: list[tuple[str, int, int]], data_start: int
         name, start, _ = next(t for t in tensors if t[1] + t[2] > size)
         raise TruncatedError(path, needs, size, where=name, offset=start)
     order = sorted(tensors, key=lambda t: (t[1], t[2]))
-    for (name, start, nbytes), (other, begin, _) in zip(order, order[1:], strict=False):
+    for (name, start, nbytes), (other, begin, _) in pairwise(order):
         if start + nbytes > begin:
             raise TensorError(path, f"overlaps tensor {printable(name, 80)}", where=other, offset=begin)
 
@@ -364,9 +367,9 @@ def infer_type(value: Any) -> tuple[ValueType, ValueType | None]:
 
 
 def _integer_type(low: int, high: int, signed: bool = False) -> ValueType:
-    if -(1 << 31) <= low and high < 1 << 31 and (signed or low < 0):
+    if low >= -(1 << 31) and high < 1 << 31 and (signed or low < 0):
         return ValueType.I32
-    if 0 <= low and high < 1 << 32:
+    if low >= 0 and high < 1 << 32:
         return ValueType.U32
     return ValueType.U64 if low >= 0 and high >= 1 << 63 else ValueType.I64
 

@@ -1,9 +1,9 @@
 """Walking over an array of length-prefixed strings without a Python step per string.
 
-A GGUF file holds its vocabulary as (length u64, bytes) one after another, so where a string begins is known only from the one before.
-Lengths below 256 show as a byte followed by seven zeros, a pattern that text does not have. All places of that pattern are found at
-once; where each one's end is the next one's beginning, the chain is followed by whole runs. Where it breaks (a long string, an
-empty one, zeros in the text) single steps are taken. So the result is exact for any bytes, and fast for real ones.
+A GGUF file holds its vocabulary as (length u64, bytes) one after another, so where a string begins is known only from the one
+before. Lengths below 256 show as a byte followed by seven zeros, a pattern that text does not have. All places of that pattern
+are found at once; where each one's end is the next one's beginning, the chain is followed by whole runs. Where it breaks (a long
+string, an empty one, zeros in the text) single steps are taken. So the result is exact for any bytes, and fast for real ones.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def find_strings(path: Any, data: np.ndarray, start: int, count: int, wide: bool
     if count > MAX_STRINGS:
         raise HeaderError(path, f"an array of {count} strings; at most {MAX_STRINGS} are read", where=where, offset=start)
     places = np.empty(count + 1, np.int64)
-    view, size = memoryview(data), len(data)
+    view, size = data.data, len(data)
     done, position, patience = 0, start, 16
     runs = _Runs(data, position)
     while done < count:
