@@ -122,7 +122,7 @@ def _tokens(
     tokens, types, stripping = [], [], []
     for i in range(size or count):
         token, entry = vocabulary.get(i), added.get(i)
-        if token is None or token == f"[PAD{i}]":
+        if token is None or (entry is None and token == f"[PAD{i}]"):
             token, kind = f"[PAD{i}]", UNUSED
         elif entry is not None:
             kind = CONTROL if entry.get("special") else USER_DEFINED
