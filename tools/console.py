@@ -23,8 +23,8 @@ class UsageError(HalfbyteError):
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and gives its exit status.
 
-    Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_DEBUG=1 in the environment lets the traceback
-    through instead.
+    Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_DEBUG=1 in the environment lets the
+    traceback through instead.
     """
     debug = os.environ.get("HALFBYTE_DEBUG", "") not in ("", "0")
     try:
@@ -53,10 +53,17 @@ def run(main: Callable[[], int | None]) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         print_error(f"{where}{error.strerror or error}")
     except Exception as error:
+        kind = type(error).__name__
+        if hasattr(error, "format_message"):  # typer: the command line
+            print_error(error.format_message())
+            if getattr(error, "ctx", None) is not None:
+                print(f"hint: {error.ctx.command_path} --help shows the options", file=sys.stderr)
+            return USAGE
+        if kind == "Abort":  # what typer makes of Ctrl-C
+            return INTERRUPTED
         if debug:
             raise
-        kind = type(error).__name__
-        print_error(f"a defect in halfbyte, please report it: {kind}: {error} (HALFBYTE_DEBUG=1 shows where)")
+        print_error(f"a defect in halfbyte, please report it: {kind}: {error} (HALFBYTE_TRACEBACK=1 shows where)")
     return FAILED
 
 
@@ -70,7 +77,7 @@ def print_error(error: object) -> None:
 
 
 def safe_text(text: str) -> str:
-    """Text from a file or a model with everything that a terminal would obey (escape sequences, direction marks) written as escapes.
+    """Text from a file or a model, with what a terminal would obey (escape sequences, direction marks) written as escapes.
 
     Line ends and tabs stay.
     """
