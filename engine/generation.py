@@ -1,21 +1,22 @@
 """From a prompt to an answer, token by token.
 
 `GenerationState` is one answer in the making. It has no loop and knows no model: it says which ids the model must see next
-(`feed`), takes the logits that follow them (`push`), and gives a piece of the answer. Whoever holds many states can put the ids of
-all of them into one step of the engine. `generate` is the loop for one.
+(`feed`), takes the logits that follow them (`push`), and gives a piece of the answer. Whoever holds many states can put the ids
+of all of them into one step of the engine. `generate` is the loop for one.
 
     ids → Sampler → id → end-of-text or stop id? → Detokenizer → StopStrings → text
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from ..quant.errors import HalfbyteError
+from .detokenizer import Detokenizer
 from .sampler import Sampler, SamplingParams
 from .stops import StopStrings
 
@@ -26,7 +27,7 @@ CHUNK = 512
 
 
 class PromptError(HalfbyteError):
-    """The prompt cannot be answered: empty, longer than the context, or with ids that the model does not have."""
+    """The prompt cannot be answered: empty, or longer than the context."""
 
 
 class TokenLogprob(NamedTuple):
@@ -63,23 +64,25 @@ class GenerationState:
     matched        the stop string, or the id, that ended it; None for "length"
     seed           the seed in use, also when none was given
 
-    tokenizer: what decodes (`detokenizer()`, `eos_ids`, `vocab_size`); context: the most tokens, prompt and answer together.
-    Raises PromptError for an empty prompt, one longer than the context (with both numbers), or ids outside the vocabulary.
+    tokenizer: the model's; context: the most tokens, prompt and answer together; continues: the answer goes on a text that the
+    prompt is, so a space at its beginning is part of it (SentencePiece puts one before every text of its own).
+    Raises PromptError for an empty prompt, or one longer than the context (with both numbers).
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, context: int):
+    def __init__(
+        self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, context: int, continues: bool = False
+    ):
         self.params = params
         self.prompt_ids = list(prompt_ids)
         self.matched: str | int | None = None
         self.finish_reason: FinishReason | None = None
-        self._vocabulary: int = tokenizer.vocab_size
-        _check_prompt(self.prompt_ids, self._vocabulary, context)
+        _check_prompt(len(self.prompt_ids), context)
         self._history = list(self.prompt_ids)
         room = context - len(self.prompt_ids)
         self._most = room if params.max_tokens is None else min(params.max_tokens, room)
         self._ends = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else frozenset(tokenizer.eos_ids))
         self._sampler = Sampler(params)
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = Detokenizer(tokenizer, continues=continues)
         self._stops = StopStrings(tuple(params.stop))
         if self._most == 0:
             self.finish_reason = "length"
@@ -94,14 +97,13 @@ class GenerationState:
         return self._sampler.seed
 
     def push(self, logits: np.ndarray) -> Piece:
-        """Takes the logits (float32[at least the vocabulary]) that follow `feed`, and chooses the next token.
+        """Takes the logits (float32[vocabulary]) that follow `feed`, and chooses the next token.
 
         Raises LogitsError for logits that no token can be drawn from.
         """
         if self.finish_reason is not None:
             raise RuntimeError("this answer is over")
-        # models pad their vocabulary to a round number; the padding has logits but no text
-        id, logprob, top = self._sampler.sample(logits[: self._vocabulary], self._history, len(self.prompt_ids))
+        id, logprob, top = self._sampler.sample(logits, self._history, len(self.prompt_ids))
         if id in self._ends:
             self.matched = id
             return self._end("", "stop", (), None)
@@ -123,16 +125,13 @@ class GenerationState:
         return Piece(text, ids, logprobs, reason)
 
 
-def _check_prompt(ids: list[int], vocabulary: int, context: int) -> None:
-    if not ids:
+def _check_prompt(length: int, context: int) -> None:
+    if length == 0:
         raise PromptError("the prompt is empty: give at least one token to continue from")
-    if len(ids) > context:
+    if length > context:
         raise PromptError(
-            f"the prompt has {len(ids)} tokens and the context holds {context}: shorten it, or ask for a larger context (--context)"
+            f"the prompt has {length} tokens and the context holds {context}: shorten it, or ask for more context (--context)"
         )
-    if min(ids) < 0 or max(ids) >= vocabulary:
-        bad = next(id for id in ids if not 0 <= id < vocabulary)
-        raise PromptError(f"the prompt has token id {bad} and the model's vocabulary ends at {vocabulary - 1}")
 
 
 class Stepper(Protocol):
@@ -146,16 +145,25 @@ class Stepper(Protocol):
     def close_sequence(self, sequence: Any) -> None: ...
 
 
-def generate(engine: Stepper, prompt_ids: Sequence[int], params: SamplingParams | None = None) -> Iterator[Piece]:
+def generate(
+    engine: Stepper,
+    prompt_ids: Sequence[int],
+    params: SamplingParams | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    continues: bool = False,
+) -> Iterator[Piece]:
     """The pieces of one answer, as they are made; the last one, and only it, has a finish reason.
 
     The prompt is checked at once, not at the first piece. Closing the iterator, or dropping it, frees the sequence.
+    progress: called before each part of the prompt with how many of its tokens are done, and how many there are; what it raises
+    ends the answer and reaches the caller. continues: see GenerationState.
     """
-    state = GenerationState(engine.tokenizer, prompt_ids, params or SamplingParams(), engine.context)
-    return _run(engine, state)
+    state = GenerationState(engine.tokenizer, prompt_ids, params or SamplingParams(), engine.context, continues)
+    return run(engine, state, progress)
 
 
-def _run(engine: Stepper, state: GenerationState) -> Iterator[Piece]:
+def run(engine: Stepper, state: GenerationState, progress: Callable[[int, int], None] | None = None) -> Iterator[Piece]:
+    """The loop of `generate` over a state that the caller keeps (for its seed, its ids, what matched)."""
     if state.finish_reason is not None:
         yield Piece(finish_reason=state.finish_reason)
         return
@@ -164,6 +172,8 @@ def _run(engine: Stepper, state: GenerationState) -> Iterator[Piece]:
         while state.finish_reason is None:
             feed = state.feed
             for start in range(0, len(feed), CHUNK):
+                if progress is not None and feed is state.prompt_ids:
+                    progress(start, len(feed))
                 logits = engine.next_logits(sequence, feed[start : start + CHUNK])
             yield state.push(logits)
     finally:

@@ -1,0 +1,85 @@
+"""An engine and a tokenizer without a model, for the tests of what stands around the engine.
+
+Tokens 0 to 255 are bytes; 256 is the end of text, 257 another special token. The "model" recites: after the prompt it says the bytes
+of a script, and then the end of text.
+"""
+
+import numpy as np
+
+EOS, MARK, VOCABULARY = 256, 257, 260
+
+
+class FakeTokenizer:
+    vocabulary_size = VOCABULARY
+    eos_ids = frozenset({EOS})
+    special_ids = frozenset({EOS, MARK})
+    strips_space = False
+    bos_id = None
+    add_bos = False
+    chat_template = "fake"
+
+    def ready(self):
+        return self
+
+    def encode(self, text, special=False, bos=False):
+        ids, data = [], text.encode()
+        while data:
+            if special and data.startswith(b"<eos>"):
+                ids.append(EOS)
+                data = data[5:]
+            else:
+                ids.append(data[0])
+                data = data[1:]
+        return ids
+
+    def token_bytes(self, id):
+        return bytes([id]) if id < 256 else {EOS: b"<eos>", MARK: b"<mark>"}.get(id, b"")
+
+    def decode(self, ids, skip_special=True):
+        return b"".join(self.token_bytes(i) for i in ids if i not in self.special_ids or not skip_special).decode("utf-8", "replace")
+
+
+class FakeEngine:
+    """`scripts`: what it answers, one script per answer in turn (the last one again and again); a list holds token ids as they are.
+
+    open: sequences that were opened and not closed. fed: for each answer, the lists of ids it was fed.
+    """
+
+    def __init__(self, *scripts, context=64, template=True, noise=0.0):
+        self.tokenizer, self.context = FakeTokenizer(), context
+        self.template = "fake" if template else None
+        self.scripts = [list(s.encode()) if isinstance(s, str) else list(s) for s in scripts]
+        self.noise = noise
+        self.open, self.fed, self.hook = set(), [], None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.closed = True
+
+    def prompt_ids(self, messages):
+        return self.tokenizer.encode("".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:")
+
+    def open_sequence(self):
+        sequence = len(self.fed)
+        self.fed.append([])
+        self.open.add(sequence)
+        return sequence
+
+    def close_sequence(self, sequence):
+        self.open.remove(sequence)
+
+    def next_logits(self, sequence, token_ids):
+        assert sequence in self.open, "a step on a sequence that is closed"
+        if self.hook is not None:
+            self.hook(sequence, token_ids)
+        fed = self.fed[sequence]
+        fed.append(list(token_ids))
+        said = sum(1 for ids in fed if len(ids) == 1 and ids is not fed[0])
+        script = self.scripts[min(sequence, len(self.scripts) - 1)]
+        logits = np.full(VOCABULARY, -10.0, np.float32)
+        if self.noise:
+            logits += np.random.default_rng(said).normal(0, self.noise, VOCABULARY).astype(np.float32)
+        logits[script[said] if said < len(script) else EOS] = 10.0
+        return logits

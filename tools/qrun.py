@@ -1,0 +1,267 @@
+"""qrun: a model answers, once or in a chat.
+
+    qrun MODEL "What is the capital of France?"     one answer on stdout
+    qrun MODEL < question.txt                       the same, the prompt from stdin
+    qrun MODEL                                      a chat in the terminal
+
+Time to the first token matters here, so this module imports nothing at its top that is not needed to read the arguments:
+argparse reads them (4 ms; typer would take 40), and chat, JSON and templates come in when they are asked for. A test watches it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .console import UsageError, run, safe_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ..engine.engine import Engine
+    from ..engine.generation import GenerationState, Piece, TokenLogprob
+    from ..engine.sampler import SamplingParams
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (qrun --help shows the options)")
+
+
+def _whole(least: int) -> Any:
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be {least} or more, not {value}")
+        return value
+
+    return number
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    id, separator, value = text.partition("=")
+    try:
+        return int(id), float(value if separator else "")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be ID=NUMBER, such as 1234=-5, not {text!r}") from None
+
+
+SAMPLING = (
+    # option, another spelling, field of SamplingParams, type, metavar, help
+    ("--max-tokens", "-n", "max_tokens", _whole(0), "N", "the most tokens of an answer (default: what the context holds)"),
+    ("--temperature", "--temp", "temperature", _real, "T", "0: the likeliest token, always (default); 1: the model's own spread"),
+    ("--top-k", None, "top_k", _whole(0), "K", "choose among the K likeliest tokens (default 0: all)"),
+    ("--top-p", None, "top_p", _real, "P", "among the likeliest that together reach probability P (default 1: all)"),
+    ("--min-p", None, "min_p", _real, "P", "among those at least P times as likely as the likeliest (default 0: all)"),
+    ("--repeat-penalty", "--repetition-penalty", "repetition_penalty", _real, "R", "above 1: repeat less (default 1)"),
+    ("--repeat-last-n", None, "repetition_window", _whole(0), "N", "how far the repeat penalty looks back (default 64; 0: all)"),
+    ("--frequency-penalty", None, "frequency_penalty", _real, "F", "taken off a token for each time it was said (default 0)"),
+    ("--presence-penalty", None, "presence_penalty", _real, "F", "taken off a token once it was said (default 0)"),
+    ("--seed", None, "seed", _whole(-(1 << 63)), "N", "same seed, same text (default: another one each time)"),
+    ("--logprobs", None, "logprobs", _whole(0), "N", "with --json: log-probabilities, with N alternatives of each token"),
+)
+"""The options that are one number of SamplingParams."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of qrun, the only place where its options are defined."""
+    parser = _Parser(
+        prog="qrun",
+        description="Let a model answer a prompt, or chat with it when there is none.",
+        epilog="MODEL is a .hbf or .gguf file, a folder with safetensors, a name on the Hugging Face hub, or smollm2 (a small "
+        "model to try things with). Without PROMPT it is read from stdin; if stdin is a terminal, a chat begins.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="what to run")
+    add("prompt", metavar="PROMPT", nargs="?", help="what to answer; - reads it from stdin")
+    add("--system", metavar="TEXT", help="the system message")
+    add("--raw", action="store_true", help="no chat template: the model continues the prompt")
+    add("--special", action="store_true", help="with --raw: text that spells a special token of the model is that token")
+    add("--json", action="store_true", help="print one JSON object: text, token ids, finish reason, timings")
+    add("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text; may be given several times")
+    for option, other, field, type, metavar, text in SAMPLING:
+        add(*filter(None, (option, other)), dest=field, type=type, metavar=metavar, help=text)
+    add("--logit-bias", metavar="ID=B", type=_bias, action="append", default=[], help="added to a token's logit; -inf bans it")
+    add("--ignore-eos", action="store_true", help="do not end where the model says that its answer is over")
+    add("--threads", "-t", metavar="N", type=_whole(1), help="worker threads (default: the physical cores this process may use)")
+    add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products; f32 is exact and slower")
+    add("--context", "-c", metavar="N", type=_whole(1), help="the most tokens, prompt and answer together")
+    add("--version", action="version", version=f"qrun {_version()}", help="print the version")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: returns its exit status. Errors become one line on stderr."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    start = time.perf_counter()
+    arguments = parser().parse_args(argv)
+    params = sampling(arguments)
+    if arguments.special and not arguments.raw:
+        raise UsageError("--special goes with --raw: a chat template writes the special tokens itself")
+    if arguments.raw and arguments.system is not None:
+        raise UsageError("--system needs the chat template that --raw turns off")
+    prompt = _prompt(arguments)
+    if prompt is None and (arguments.raw or arguments.json):
+        raise UsageError(f"{'--raw' if arguments.raw else '--json'} needs a PROMPT, or one on stdin")
+    with open_engine(arguments) as engine:
+        if prompt is None:
+            from .chat import chat
+
+            return chat(engine, params, system=arguments.system, name=arguments.model)
+        return _answer(engine, arguments, prompt, params, start)
+
+
+def sampling(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters of a command line. Raises UsageError that names the option."""
+    # A BLAS that numpy brings starts its threads on import, 50 ms; nothing here uses it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from ..engine.sampler import SamplingError, SamplingParams
+
+    given = {field: getattr(arguments, field) for _, _, field, *_ in SAMPLING}
+    given = {field: value for field, value in given.items() if value is not None}
+    given.setdefault("repetition_window", 64)
+    try:
+        return SamplingParams(
+            **given, stop=arguments.stop, logit_bias=dict(arguments.logit_bias), ignore_eos=arguments.ignore_eos
+        )
+    except SamplingError as error:
+        option = next((option for option, _, field, *_ in SAMPLING if field == error.field), "--" + error.field.replace("_", "-"))
+        raise UsageError(option + str(error)[len(error.field) :]) from None
+
+
+def open_engine(arguments: argparse.Namespace) -> Engine:
+    """The engine that a command line asks for; MODEL may be a path, a name on the hub, or smollm2."""
+    from ..engine.engine import Engine
+
+    path = arguments.model
+    if not os.path.exists(path):
+        from ..formats.hub import resolve_source
+
+        path = resolve_source(path)
+    return Engine(path, compute=arguments.compute, threads=arguments.threads, context=arguments.context)
+
+
+def _prompt(arguments: argparse.Namespace) -> str | None:
+    """The prompt, None for a chat. One line end at the end of stdin is dropped: echo and editors add it."""
+    if arguments.prompt is not None and arguments.prompt != "-":
+        return arguments.prompt
+    if arguments.prompt is None and sys.stdin is not None and sys.stdin.isatty():
+        return None
+    if sys.stdin is None:
+        raise UsageError("no PROMPT given, and stdin is closed")
+    text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    if not text:
+        raise UsageError("no PROMPT given, and nothing came on stdin")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _answer(engine: Engine, arguments: argparse.Namespace, prompt: str, params: SamplingParams, start: float) -> int:
+    """One answer on stdout, nothing else there."""
+    from ..engine.generation import GenerationState
+    from ..engine.generation import run as answer
+
+    loaded = time.perf_counter()
+    ids = _prompt_ids(engine, arguments, prompt)
+    state = GenerationState(engine.tokenizer, ids, params, engine.context, continues=arguments.raw or engine.template is None)
+    pieces = answer(engine, state)
+    if arguments.json:
+        _print_json(state, pieces, start, loaded)
+    else:
+        _print_text(pieces)
+    return 0
+
+
+def _prompt_ids(engine: Engine, arguments: argparse.Namespace, prompt: str) -> list[int]:
+    if arguments.raw:
+        return engine.tokenizer.encode(prompt, special=arguments.special, bos=True)
+    if engine.template is None:
+        if arguments.system is not None:
+            raise UsageError("--system: this model has no chat template to put it in")
+        print("note: this model has no chat template; it continues the prompt, as with --raw", file=sys.stderr)
+        return engine.tokenizer.encode(prompt, bos=True)
+    messages = [{"role": "system", "content": arguments.system}] if arguments.system is not None else []
+    messages.append({"role": "user", "content": prompt})
+    return engine.prompt_ids(messages)
+
+
+def _print_text(pieces: Iterator[Piece]) -> None:
+    """Writes text as it is made. What a terminal would obey is made visible; a pipe gets the text as it is."""
+    out = sys.stdout
+    terminal = out.isatty()
+    if hasattr(out, "reconfigure"):
+        out.reconfigure(errors="replace")  # the locale may lack a character
+    last = "\n"
+    for piece in pieces:
+        if piece.text:
+            last = piece.text
+            out.write(safe_text(last) if terminal else last)
+            out.flush()
+    if not last.endswith("\n"):
+        out.write("\n")
+        out.flush()
+
+
+def _print_json(state: GenerationState, pieces: Iterator[Piece], start: float, loaded: float) -> None:
+    import json
+
+    texts: list[str] = []
+    ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    first = None
+    for piece in pieces:
+        first = first or time.perf_counter()
+        texts.append(piece.text)
+        ids += piece.ids
+        logprobs += piece.logprobs or ()
+    end = time.perf_counter()
+    first = first or end
+    steps = len(ids) - 1  # the first token comes with the prompt
+    answer: dict[str, Any] = {
+        "text": "".join(texts),
+        "token_ids": ids,
+        "prompt_token_ids": state.prompt_ids,
+        "finish_reason": state.finish_reason,
+        "seed": state.seed,
+        "timings": {
+            "load_s": loaded - start,
+            "prefill_s": first - loaded,
+            "prefill_tok_s": len(state.prompt_ids) / max(first - loaded, 1e-9),
+            "first_token_s": first - start,
+            "decode_s": end - first,
+            "decode_tok_s": steps / max(end - first, 1e-9) if steps > 0 else None,
+            "total_s": end - start,
+        },
+    }
+    if state.params.logprobs is not None:
+        answer["logprobs"] = [
+            {"id": id, "logprob": logprob, "top": [{"id": i, "logprob": p} for i, p in top]} for id, logprob, top in logprobs
+        ]
+    # ASCII only: whatever the locale, it is the same JSON
+    print(json.dumps(answer, ensure_ascii=True, allow_nan=False))
+
+
+def _version() -> str:
+    from .. import __version__
+
+    return __version__
+
+
+if __name__ == "__main__":
+    sys.exit(main())
