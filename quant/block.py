@@ -149,4 +149,5 @@ def _read_entry_points() -> None:
             try:
                 register(point.load())
             except Exception as error:
-                raise FormatError(f"entry point {point.name!r} of halfbyte.formats ({point.value}) cannot be loaded: {error}") from error
+                where = f"entry point {point.name!r} of halfbyte.formats ({point.value})"
+                raise FormatError(f"{where} cannot be loaded: {error}") from error

@@ -6,7 +6,7 @@ import numpy as np
 
 from .block import register
 from .floats import Floats
-from .scales import to_f16
+from .scales import finite_f16
 
 
 @register
@@ -16,7 +16,7 @@ class F16(Floats):
     word = "<f2"
 
     def to_words(self, values: np.ndarray) -> np.ndarray:
-        return np.where(np.isinf(values), values.astype(np.float16), to_f16(values))
+        return np.where(np.isinf(values), values, finite_f16(values)).astype(np.float16)
 
     def from_words(self, words: np.ndarray) -> np.ndarray:
         return words.astype(np.float32)

@@ -43,7 +43,7 @@ class Floats(BlockFormat):
         out = np.empty((rows, -(-columns // COLUMNS), self.block_bytes), np.uint8)
         for chunk in row_chunks(rows, columns):
             words = np.ascontiguousarray(self.to_words(pad_columns(weights[chunk])), self.word)
-            out[chunk] = words.view(np.uint8).reshape(words.shape[0], -1, self.block_bytes)
+            out[chunk] = words.view(np.uint8).reshape(words.shape[0], out.shape[1], self.block_bytes)
         return out
 
     def decode(self, blocks: np.ndarray, columns: int | None = None) -> np.ndarray:
@@ -53,7 +53,7 @@ class Floats(BlockFormat):
         columns = count * COLUMNS if columns is None else columns
         if -(-columns // COLUMNS) != count:
             raise FormatError(f"{self.name}: {count} blocks of {COLUMNS} do not make rows of {columns} columns")
-        words = np.ascontiguousarray(blocks).reshape(rows, -1).view(self.word)
+        words = np.ascontiguousarray(blocks).view(self.word).reshape(rows, count * COLUMNS)
         return self.from_words(words[:, :columns])
 
     def tile(self, blocks: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ class Floats(BlockFormat):
         flat = check_tiles(tiles, self.tiles_nbytes(rows, columns), self.name)
         words = np.ascontiguousarray(flat).view(self.word).reshape(-(-rows // ROWS), count, COLUMNS, ROWS)
         blocks = np.ascontiguousarray(words.transpose(0, 3, 1, 2)).view(np.uint8)
-        return blocks.reshape(-1, count, self.block_bytes)[:rows]
+        return blocks.reshape(words.shape[0] * ROWS, count, self.block_bytes)[:rows]
 
     def piece(self) -> Any:
         """See BlockFormat.piece."""

@@ -26,7 +26,7 @@ VECTOR_BYTES = 64
 
 
 def pad_columns(matrix: np.ndarray, multiple: int = COLUMNS) -> np.ndarray:
-    """[rows, columns] with zero columns added up to a multiple of `multiple`. Returns the same array if there is nothing to add."""
+    """[rows, columns] with zero columns added up to a multiple of `multiple`; the same array if there is nothing to add."""
     missing = -matrix.shape[-1] % multiple
     return matrix if missing == 0 else np.pad(matrix, [(0, 0)] * (matrix.ndim - 1) + [(0, missing)])
 
@@ -36,12 +36,7 @@ def group_rows(array: np.ndarray) -> np.ndarray:
     missing = -array.shape[0] % ROWS
     if missing:
         array = np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
-    return array.reshape(-1, ROWS, *array.shape[1:])
-
-
-def interleave(values: np.ndarray) -> np.ndarray:
-    """[groups, 16, blocks] -> [groups, blocks, 16]: the per-row numbers of a tile, in row order. Its own inverse on swapped shapes."""
-    return np.ascontiguousarray(values.swapaxes(1, 2))
+    return array.reshape(array.shape[0] // ROWS, ROWS, *array.shape[1:])
 
 
 def to_vectors(codes: np.ndarray) -> np.ndarray:
@@ -140,7 +135,7 @@ class FifthBits(Part):
 
 
 class TopPairs(Part):
-    """Bits 4-5. Byte i of a block holds codes i, i + 8, i + 16, i + 24 from the low bits up; plane p of a tile vectors 4p to 4p + 3."""
+    """Bits 4-5, low bits first: in a block codes i, i + 8, i + 16, i + 24; in plane p vectors 4p..4p + 3."""
 
     block_bytes = 8
 
@@ -192,9 +187,12 @@ def join_tiles(numbers: np.ndarray, codes: np.ndarray, parts: tuple[Part, ...]) 
     A tile begins with the n numbers of its rows, one kind after another, 16 rows each; then come the parts' planes.
     """
     groups, _, blocks, _ = codes.shape
-    header = np.ascontiguousarray(numbers.transpose(0, 2, 3, 1), "<f2").view(np.uint8).reshape(groups, blocks, -1)
+    header = np.ascontiguousarray(numbers.transpose(0, 2, 3, 1), "<f2").view(np.uint8)
+    header = header.reshape(groups, blocks, 2 * ROWS * numbers.shape[-1])
     vectors = to_vectors(codes)
-    return np.concatenate([header, *(part.to_planes(vectors).reshape(groups, blocks, -1) for part in parts)], axis=-1)
+    return np.concatenate(
+        [header, *(part.to_planes(vectors).reshape(groups, blocks, part.planes * VECTOR_BYTES) for part in parts)], axis=-1
+    )
 
 
 def split_tiles(tiles: np.ndarray, numbers: int, parts: tuple[Part, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -93,11 +93,12 @@ class ScaledIntegers(BlockFormat):
         for chunk in row_chunks(rows, columns):
             numbers, codes = split_block(blocks[chunk], self.numbers, self.parts)
             scale, levels = numbers[..., :1].astype(np.float32), codes.astype(np.float32)
-            if isinstance(self.grid, Affine):
-                values = scale * levels + numbers[..., 1:].astype(np.float32)
-            else:
-                values = scale * (levels - np.float32(self.grid.bias))
-            out[chunk] = values.reshape(values.shape[0], -1)[:, :columns]
+            with np.errstate(invalid="ignore"):  # a damaged file may hold a scale that is NaN or infinite
+                if isinstance(self.grid, Affine):
+                    values = scale * levels + numbers[..., 1:].astype(np.float32)
+                else:
+                    values = scale * (levels - np.float32(self.grid.bias))
+            out[chunk] = values.reshape(values.shape[0], count * COLUMNS)[:, :columns]
         return out
 
     def tile(self, blocks: np.ndarray) -> np.ndarray:
@@ -114,12 +115,13 @@ class ScaledIntegers(BlockFormat):
     def untile(self, tiles: np.ndarray, rows: int, columns: int) -> np.ndarray:
         """See BlockFormat.untile."""
         count = -(-columns // COLUMNS)
-        grouped = check_tiles(tiles, self.tiles_nbytes(rows, columns), self.name).reshape(-1, count, self.tile_bytes)
+        grouped = check_tiles(tiles, self.tiles_nbytes(rows, columns), self.name)
+        grouped = grouped.reshape(-(-rows // ROWS), count, self.tile_bytes)
         out = np.empty((rows, count, self.block_bytes), np.uint8)
         for chunk in row_chunks(rows, columns):
             part = grouped[chunk.start // ROWS : -(-chunk.stop // ROWS)]
             numbers, codes = split_tiles(part, self.numbers, self.tile_parts or self.parts)
-            blocks = join_block(numbers, codes, self.parts).reshape(-1, count, self.block_bytes)
+            blocks = join_block(numbers, codes, self.parts).reshape(part.shape[0] * ROWS, count, self.block_bytes)
             out[chunk] = blocks[: chunk.stop - chunk.start]
         return out
 

@@ -9,7 +9,10 @@ has levels s·c + m. Each grid can choose its numbers in two ways:
   its codes, and from them the best scale in closed form (weighted least squares). The winner is rounded to the f16 that is
   stored *before* the final codes are chosen, and is kept only if it beats `nearest`. The idea is that of ggml's make_qx_quants.
 
-A compiled encoder must give the same bytes, so the order of every sum is fixed: columns 0 to 31, one after another, in float64.
+Compiled encoders give the same bytes, so every operation and the order of every sum (columns 0 to 31, one after another) is
+fixed, all in float32. Three things keep that sound. Blocks are first brought near 1 by a power of two, which is exact, so squares
+neither overflow nor vanish. The fit works on the residuals of a candidate, not on the weights, so nothing cancels. And an inverse
+that would be infinite is 0.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ F16_MAX = 65504.0
 F16_OVERFLOW = 65520.0
 """The least magnitude that rounds to infinity in f16."""
 
-STRETCH_SYMMETRIC = tuple(0.75 + 0.05 * i for i in range(9))
-"""Largest weight / (end of the grid · scale) of the candidates of a symmetric search: 0.75 .. 1.15."""
-STRETCH_AFFINE = tuple(0.70 + 0.05 * i for i in range(8))
-"""Range of the grid / range of the weights of the candidates of an affine search: 0.70 .. 1.05."""
-SINGULAR = 1e-9
-"""Determinant of the 2x2 least squares, relative to its diagonal, below which scale and minimum cannot be told apart."""
+REACH = tuple(2.0 - 0.4 * i for i in range(9))
+"""Candidates of a symmetric search: how many levels beyond the end of the grid the largest weight would fall, if not clipped."""
+REACH_AFFINE = tuple((below, above) for below in (-0.5, 0.1, 0.7, 1.3) for above in (-0.5, 0.1, 0.7, 1.3))
+"""Candidates of an affine search: how many levels the least and the greatest weight would fall beyond the grid, if not clipped."""
+SINGULAR = 1e-4
+"""Determinant of the 2x2 least squares, relative to its diagonal, below which float32 cannot tell scale from minimum."""
+SMALLEST = np.float32(2.0**-126)
+"""The smallest normal float32. The inverse of anything smaller counts as 0: such a scale is stored as 0 whatever the codes."""
 
 
 class Coded(NamedTuple):
@@ -41,26 +46,25 @@ class Coded(NamedTuple):
     codes: np.ndarray
 
 
-def to_f16(values: np.ndarray) -> np.ndarray:
-    """float32 -> float16, rounded to nearest even; what would overflow becomes the largest finite number of its sign."""
-    values = np.where(np.abs(values) >= F16_OVERFLOW, np.copysign(np.float32(F16_MAX), values), values)
-    return values.astype(np.float16)
+def finite_f16(values: np.ndarray) -> np.ndarray:
+    """float32 values that f16 can hold: what would round to infinity becomes the largest finite number of its sign."""
+    return np.where(np.abs(values) >= np.float32(F16_OVERFLOW), np.copysign(np.float32(F16_MAX), values), values)
 
 
-def _finite_scale(scale: np.ndarray) -> np.ndarray:
-    """float32 scales that f16 can hold; others clamped, so that the codes are chosen for the scale that will be stored."""
-    return np.where(np.abs(scale) >= F16_OVERFLOW, np.copysign(np.float32(F16_MAX), scale), scale)
+def inverse_or_zero(values: np.ndarray) -> np.ndarray:
+    """1 / values in float32, 0 for zeros and subnormals."""
+    tiny = np.abs(values) < SMALLEST
+    return np.where(tiny, np.float32(0), np.float32(1) / np.where(tiny, np.float32(1), values))
 
 
-def _inverse(scale: np.ndarray) -> np.ndarray:
-    """1 / scale, and 0 where that is not finite: such a scale is stored as 0 whatever the codes."""
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = 1 / scale
-    return np.where(np.isfinite(inverse), inverse, scale.dtype.type(0))
+def power_of_two(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For float32 values >= 0: the power of two at or below each, and its inverse; both normal whatever the value."""
+    exponent = ((np.ascontiguousarray(values).view(np.uint32) >> 23) & np.uint32(0xFF)).clip(1, 253).astype(np.uint32)
+    return (exponent << 23).view(np.float32), ((254 - exponent) << 23).astype(np.uint32).view(np.float32)
 
 
 def _column_sum(terms: np.ndarray) -> np.ndarray:
-    """float64[32, n] -> float64[n], added from column 0 to 31. np.sum may add in another order."""
+    """float32[32, n] -> float32[n], added from column 0 to 31. np.sum may add in another order."""
     total = terms[0].copy()
     for column in terms[1:]:
         total += column
@@ -69,7 +73,7 @@ def _column_sum(terms: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SignedMax:
-    """Levels scale · (code - 2^(bits-1)), the scale signed so that the largest weight falls on the grid's longer, negative end."""
+    """Levels scale · (code - 2^(bits-1)), the scale signed so that the largest weight falls on the longer, negative end."""
 
     bits: int
 
@@ -79,19 +83,25 @@ class SignedMax:
 
     @property
     def levels(self) -> tuple[int, int]:
+        """Lowest and highest level, in units of the scale."""
         return -self.bias, self.bias - 1
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The levels that a search lets the largest weight fall on."""
+        return self.levels
 
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q4_0_ref and q5_0_ref."""
         peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
-        scale = _finite_scale(peak / np.float32(-self.bias))
+        scale = finite_f16(peak / np.float32(-self.bias))
         with np.errstate(over="ignore"):
-            scaled = x * _inverse(scale) + np.float32(self.bias + 0.5)
-        return Coded(to_f16(scale), np.trunc(scaled).clip(0, 2 * self.bias - 1).astype(np.uint8))
+            scaled = x * inverse_or_zero(scale) + np.float32(self.bias + 0.5)
+        return Coded(scale.astype(np.float16), scaled.clip(0, 2 * self.bias - 1).astype(np.uint8))
 
     def search(self, x: np.ndarray, importance: np.ndarray) -> Coded:
-        """float32[n, 32], float32[n, 32] or [1, 32] -> Coded with the least weighted squared error found, never more than nearest's."""
-        return _search_scale(x, importance, self.nearest(x), self.levels, self.bias, ends=self.levels)
+        """float32[n, 32] twice -> Coded with the least weighted squared error found, never more than nearest's."""
+        return _search_scale(self, x, importance)
 
 
 @dataclass(frozen=True)
@@ -104,21 +114,73 @@ class AbsoluteMax:
     def bias(self) -> int:
         return 1 << (self.bits - 1)
 
+    @property
+    def levels(self) -> tuple[int, int]:
+        """Lowest and highest level, in units of the scale."""
+        return 1 - self.bias, self.bias - 1
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The grid is symmetric: a search needs to try positive scales only."""
+        return (self.bias - 1,)
+
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q8_0_ref: halves are rounded away from zero (roundf)."""
         top = np.float32(self.bias - 1)
-        scale = _finite_scale(np.abs(x).max(axis=1, keepdims=True) / top)
+        scale = finite_f16(np.abs(x).max(axis=1, keepdims=True) / top)
         with np.errstate(over="ignore"):
-            scaled = x * _inverse(scale)
+            scaled = x * inverse_or_zero(scale)
         magnitude = np.abs(scaled).clip(0, top)
-        whole = np.floor(magnitude)
-        rounded = np.copysign(whole + np.floor(2 * (magnitude - whole)), scaled)
-        return Coded(to_f16(scale), (rounded + np.float32(self.bias)).astype(np.uint8))
+        whole = np.trunc(magnitude)
+        rounded = whole + np.trunc((magnitude - whole) * np.float32(2))
+        codes = np.copysign(rounded, scaled) + np.float32(self.bias)
+        return Coded(scale.astype(np.float16), codes.astype(np.uint8))
 
     def search(self, x: np.ndarray, importance: np.ndarray) -> Coded:
-        """As SignedMax.search. The grid is symmetric, so only positive scales are tried."""
-        top = self.bias - 1
-        return _search_scale(x, importance, self.nearest(x), (-top, top), self.bias, ends=(top,))
+        """float32[n, 32] twice -> Coded with the least weighted squared error found, never more than nearest's."""
+        return _search_scale(self, x, importance)
+
+
+def _search_scale(grid: SignedMax | AbsoluteMax, x: np.ndarray, importance: np.ndarray) -> Coded:
+    """The search of the grids without a minimum."""
+    start, w = grid.nearest(x), np.ascontiguousarray(importance.T)
+    (low, high), bias = map(np.float32, grid.levels), np.float32(grid.bias)
+    peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)[:, 0]
+    unit, inverse_unit = power_of_two(np.abs(peak))
+    x, peak = np.ascontiguousarray(x.T) * inverse_unit, peak * inverse_unit
+    if len(grid.ends) == 1:
+        peak = np.abs(peak)
+
+    def refit(scale: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the least squares scale for the codes that `scale` gives, the weighted squared error with it)."""
+        c = np.rint((x * inverse).clip(low, high))
+        rest = x - scale * c
+        wr, wc = w * rest, w * c
+        rr, rc, cc = _column_sum(wr * rest), _column_sum(wr * c), _column_sum(wc * c)
+        change = rc * inverse_or_zero(cc)
+        return scale + change, rr - rc * change
+
+    least, scale = np.full_like(peak, np.inf), np.zeros_like(peak)
+    inverse_peak = inverse_or_zero(peak)
+    for end in grid.ends:
+        for reach in REACH:
+            level = end + reach if end > 0 else end - reach
+            tried, error = refit(peak * np.float32(1 / level), inverse_peak * np.float32(level))
+            better = error < least
+            least, scale = np.where(better, error, least), np.where(better, tried, scale)
+    tried, error = refit(scale, inverse_or_zero(scale))
+    scale = np.where(error < least, tried, scale)
+
+    with np.errstate(over="ignore"):
+        numbers = finite_f16(scale * unit).astype(np.float16)
+
+    def error_of(numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+        rest = x - (numbers.astype(np.float32) * inverse_unit) * codes
+        return _column_sum(w * rest * rest)
+
+    codes = np.rint((x * inverse_or_zero(numbers.astype(np.float32) * inverse_unit)).clip(low, high))
+    better = error_of(numbers, codes) < error_of(start.numbers[:, 0], start.codes.T.astype(np.float32) - bias)
+    return _choose(better, Coded(numbers[:, None], (codes + bias).T.astype(np.uint8)), start)
 
 
 @dataclass(frozen=True)
@@ -128,125 +190,94 @@ class Affine:
     bits: int
 
     @property
+    def bias(self) -> int:
+        """What a kernel takes from codes before it multiplies: nothing, the minimum does that."""
+        return 0
+
+    @property
     def top(self) -> int:
         return (1 << self.bits) - 1
 
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q4_1_ref and q5_1_ref."""
-        low = _finite_scale(x.min(axis=1, keepdims=True))
+        low = finite_f16(x.min(axis=1, keepdims=True))
         with np.errstate(over="ignore"):
-            scale = _finite_scale((x.max(axis=1, keepdims=True) - low) / np.float32(self.top))
-            scaled = (x - low) * _inverse(scale) + np.float32(0.5)
-        codes = np.trunc(scaled).clip(0, self.top).astype(np.uint8)
-        return Coded(np.concatenate([to_f16(scale), to_f16(low)], axis=1), codes)
+            scale = finite_f16((x.max(axis=1, keepdims=True) - low) / np.float32(self.top))
+            scaled = (x - low) * inverse_or_zero(scale) + np.float32(0.5)
+        numbers = np.concatenate([scale, low], axis=1).astype(np.float16)
+        return Coded(numbers, scaled.clip(0, self.top).astype(np.uint8))
 
     def search(self, x: np.ndarray, importance: np.ndarray) -> Coded:
-        """float32[n, 32], float32[n, 32] or [1, 32] -> Coded with the least weighted squared error found, never more than nearest's."""
-        start, top = self.nearest(x), np.float64(self.top)
-        x64, w = _columns(x, importance)
-        low, high = x64.min(axis=0), x64.max(axis=0)
-        middle = 0.5 * (low + high)
-        weight, first = _column_sum(w), _column_sum(w * x64)
+        """float32[n, 32] twice -> Coded with the least weighted squared error found, never more than nearest's."""
+        start, w = self.nearest(x), np.ascontiguousarray(importance.T)
+        top, half = np.float32(self.top), np.float32(0.5)
+        lowest, highest = x.min(axis=1) * half, x.max(axis=1) * half
+        middle, width = highest + lowest, highest - lowest
+        # Digits of the width that lie below the last digit of the weights are noise, and the unit need not be smaller than that.
+        unit, inverse_unit = power_of_two(np.maximum(width, np.abs(middle) * np.float32(2.0**-24)))
+        x, width = (np.ascontiguousarray(x.T) - middle) * inverse_unit, width * inverse_unit
+        weight = _column_sum(w)
 
-        def refit(scale: np.ndarray, minimum: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            """Codes for (scale, minimum); from them the least squares scale and minimum, and the weighted energy they explain."""
-            codes = np.rint((x64 - minimum) * _inverse(scale)).clip(0, top)
-            wc = w * codes
-            c, cc, cx = _column_sum(wc), _column_sum(wc * codes), _column_sum(wc * x64)
-            determinant = weight * cc - c * c
-            sound = determinant > SINGULAR * (weight * cc)
-            inverse = _inverse(np.where(sound, determinant, 1.0))
-            scale, minimum = (weight * cx - c * first) * inverse, (cc * first - c * cx) * inverse
-            explained = scale * cx + minimum * first
-            return scale, minimum, np.where(sound & (scale > 0), explained, -1.0)
+        def refit(scale: np.ndarray, low: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """(the least squares scale and minimum for the codes that these give, the weighted squared error with them)."""
+            c = np.rint(((x - low) * inverse_or_zero(scale)).clip(0, top))
+            rest = x - (scale * c + low)
+            wr, wc = w * rest, w * c
+            rr, r, rc = _column_sum(wr * rest), _column_sum(wr), _column_sum(wr * c)
+            c1, cc = _column_sum(wc), _column_sum(wc * c)
+            determinant = weight * cc - c1 * c1
+            inverse = inverse_or_zero(determinant)
+            d_scale, d_low = (weight * rc - c1 * r) * inverse, (cc * r - c1 * rc) * inverse
+            sound = (determinant > np.float32(SINGULAR) * (weight * cc)) & (scale + d_scale > 0)
+            d_scale, d_low = np.where(sound, d_scale, np.float32(0)), np.where(sound, d_low, np.float32(0))
+            return scale + d_scale, low + d_low, rr - (d_scale * rc + d_low * r)
 
-        best = np.full(x.shape[0], -1.0)
-        scale, minimum = np.zeros_like(best), low.copy()
-        for stretch in STRETCH_AFFINE:
-            tried = refit(stretch * (high - low) / top, middle - stretch * (middle - low))
-            better = tried[2] > best
-            scale, minimum = np.where(better, tried[0], scale), np.where(better, tried[1], minimum)
-            best = np.where(better, tried[2], best)
-        tried = refit(scale, minimum)
-        better = tried[2] > best
-        scale, minimum = np.where(better, tried[0], scale), np.where(better, tried[1], minimum)
+        least, scale, low = np.full_like(width, np.inf), np.zeros_like(width), np.zeros_like(width)
+        for below, above in REACH_AFFINE:
+            tried = width * np.float32(2 / (self.top + below + above))
+            found = refit(tried, tried * np.float32(below) - width)
+            better = found[2] < least
+            scale, low, least = (np.where(better, new, old) for new, old in zip(found, (scale, low, least), strict=True))
+        found = refit(scale, low)
+        better = found[2] < least
+        scale, low = np.where(better, found[0], scale), np.where(better, found[1], low)
 
-        numbers = to_f16(_to_f32(np.stack([scale, minimum], axis=1)))
-        s, m = numbers.astype(np.float64).T
-        codes = np.rint((x64 - m) * _inverse(s)).clip(0, top)
-        s0, m0 = start.numbers.astype(np.float64).T
-        error = _column_sum(w * _square(x64 - (s * codes + m)))
-        error0 = _column_sum(w * _square(x64 - (s0 * start.codes.T + m0)))
-        return _keep_better(error < error0, Coded(numbers, codes.T.astype(np.uint8)), start)
+        with np.errstate(over="ignore"):
+            numbers = finite_f16(np.stack([scale * unit, low * unit + middle], axis=1)).astype(np.float16)
+
+        def placed(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            """Stored scale and minimum in the units of x."""
+            scale, low = numbers.astype(np.float32).T
+            return scale * inverse_unit, (low - middle) * inverse_unit
+
+        def error_of(numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
+            scale, low = placed(numbers)
+            rest = x - (scale * codes + low)
+            return _column_sum(w * rest * rest)
+
+        scale, low = placed(numbers)
+        codes = np.rint(((x - low) * inverse_or_zero(scale)).clip(0, top))
+        better = error_of(numbers, codes) < error_of(start.numbers, start.codes.T.astype(np.float32))
+        return _choose(better, Coded(numbers, codes.T.astype(np.uint8)), start)
 
 
 Grid = SignedMax | AbsoluteMax | Affine
 
 
-def _search_scale(
-    x: np.ndarray, importance: np.ndarray, start: Coded, levels: tuple[int, int], bias: int, ends: tuple[int, ...]
-) -> Coded:
-    """The search of the grids without a minimum. `ends`: the levels that the largest weight may fall on."""
-    x64, w = _columns(x, importance)
-    low, high = map(float, levels)
-    peak = np.take_along_axis(x64, np.abs(x64).argmax(axis=0, keepdims=True), axis=0)[0]
-
-    def refit(inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes for a scale of 1 / inverse; from them the least squares scale, and the weighted energy it explains."""
-        codes = np.rint(x64 * inverse).clip(low, high)
-        wc = w * codes
-        cc, cx = _column_sum(wc * codes), _column_sum(wc * x64)
-        scale = cx * _inverse(cc)
-        return scale, scale * cx
-
-    best = np.zeros(x.shape[0])
-    scale = np.zeros_like(best)
-    for end in ends:
-        for stretch in STRETCH_SYMMETRIC:
-            inverse = _inverse(np.abs(peak) * stretch if len(ends) == 1 else peak * stretch) * float(end)
-            tried, explained = refit(inverse)
-            better = explained > best
-            best, scale = np.where(better, explained, best), np.where(better, tried, scale)
-    tried, explained = refit(_inverse(scale))
-    scale = np.where(explained > best, tried, scale)
-
-    numbers = to_f16(_to_f32(scale))[:, None]
-    s = numbers[:, 0].astype(np.float64)
-    codes = np.rint(x64 * _inverse(s)).clip(low, high)
-    s0, codes0 = start.numbers[:, 0].astype(np.float64), start.codes.T - float(bias)
-    error, error0 = _column_sum(w * _square(x64 - s * codes)), _column_sum(w * _square(x64 - s0 * codes0))
-    return _keep_better(error < error0, Coded(numbers, (codes + bias).T.astype(np.uint8)), start)
-
-
-def _columns(x: np.ndarray, importance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[n, 32] -> float64[32, n] twice: column after column, the order of the sums."""
-    x64 = np.ascontiguousarray(x.T, np.float64)
-    return x64, np.ascontiguousarray(np.broadcast_to(importance, x.shape).T, np.float64)
-
-
-def _to_f32(values: np.ndarray) -> np.ndarray:
-    """float64 -> float32 without overflow."""
-    return values.clip(-F16_MAX, F16_MAX).astype(np.float32)
-
-
-def _square(values: np.ndarray) -> np.ndarray:
-    return values * values
-
-
-def _keep_better(better: np.ndarray, found: Coded, start: Coded) -> Coded:
+def _choose(better: np.ndarray, found: Coded, start: Coded) -> Coded:
     keep = better[:, None]
     return Coded(np.where(keep, found.numbers, start.numbers), np.where(keep, found.codes, start.codes))
 
 
 def check_importance(importance: np.ndarray, columns: int, name: str) -> np.ndarray:
-    """float32[columns]. Raises FormatError unless every entry is finite and none is negative."""
+    """float32[columns], brought near 1 by a power of two. Raises FormatError unless all are finite and none is negative."""
     importance = np.asarray(importance, np.float32)
     if importance.shape != (columns,):
         raise FormatError(f"{name}: importance must have one number per column, {columns}, not shape {list(importance.shape)}")
     if not np.isfinite(importance).all() or (importance < 0).any():
         column = int(np.flatnonzero(~(importance >= 0) | ~np.isfinite(importance))[0])
         raise FormatError(f"{name}: importance of column {column} is {importance[column]}; it must be finite and not negative")
-    return importance
+    return importance * power_of_two(importance.max(initial=0))[1]
 
 
 def _finite_rows(weights: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
@@ -268,9 +299,8 @@ def check_finite(weights: np.ndarray, name: str, first_row: int = 0) -> None:
     for first, rows, bad in _finite_rows(matrix):
         row, column = divmod(int(bad.argmax()), matrix.shape[1])
         where = f"[{column}]" if weights.ndim == 1 else f"[row {first_row + first + row}, column {column}]"
-        raise NonFiniteError(
-            f"{name} {where} is {float(rows[row, column])}: cannot be quantized; repair the checkpoint, or allow non-finite weights"
-        )
+        value = float(rows[row, column])
+        raise NonFiniteError(f"{name} {where} is {value}; repair the checkpoint, or allow non-finite weights")
 
 
 def replace_nonfinite(weights: np.ndarray) -> tuple[np.ndarray, int]:
