@@ -39,12 +39,11 @@ class OutputFile:
     Attributes: path (the target), size (bytes announced, or None).
     """
 
-    def __init__(self, path: Path, descriptor: int, size: int | None):
-        self.path, self._descriptor, self.size = path, descriptor, size
+    def __init__(self, path: Path, descriptor: int):
+        self.path, self._descriptor = path, descriptor
+        self.size: int | None = None
         self._position = self._end = 0
         self._lock = threading.Lock()
-        if size:
-            self.reserve(size)
 
     def reserve(self, size: int) -> None:
         """Takes `size` bytes of the disk now, so that a full disk is found before the work is done, not after."""
@@ -67,8 +66,12 @@ class OutputFile:
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> int:
         """Writes all of `data` at a position, from any thread. Returns its bytes."""
-        view = memoryview(data).cast("B")
-        done = 0
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        view, done = view.cast("B"), 0
+        if self._descriptor < 0:
+            raise OutputError(self.path, "is closed")
         try:
             while done < len(view):
                 done += _write_at(self._descriptor, view[done : done + _CHUNK], position + done)
@@ -80,6 +83,12 @@ class OutputFile:
 
     def tell(self) -> int:
         return self._position
+
+    def close(self) -> None:
+        """Gives up the file. Threads that write must have ended."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
 
     def finish(self) -> None:
         """Cuts what was reserved and not written, and brings everything to the disk."""
@@ -128,22 +137,23 @@ def atomic_file(path: PathLike, *, size: int | None = None, inputs: Iterable[Pat
         raise OutputError(path, "is not a regular file")
     _remove_leftovers(target)
     descriptor, temporary = _create(target)
+    output = OutputFile(target, descriptor)
     try:
         with _sigterm_raises():
-            try:
-                output = OutputFile(target, descriptor, size)
-                yield output
-                output.finish()
-            finally:
-                if fcntl is None:
-                    os.close(descriptor)
+            if size:
+                output.reserve(size)
+            yield output
+            output.finish()
+            if fcntl is None:
+                output.close()  # Windows renames no open file; elsewhere the lock is to last until the end
             _rename(temporary, target)
     except BaseException:
+        if fcntl is None:
+            output.close()
         _remove(temporary)
         raise
     finally:
-        if fcntl is not None:
-            os.close(descriptor)
+        output.close()
 
 
 @contextmanager
@@ -189,6 +199,10 @@ def _target(path: PathLike, inputs: Iterable[PathLike]) -> Path:
             raise OutputError(path, "is not a file name")
         if not target.parent.is_dir():
             raise OutputError(path, f"there is no folder {target.parent} to write into")
+        try:
+            target.lstat()  # a name that is too long is found here, not when the work is done
+        except FileNotFoundError:
+            pass
         for source in inputs:
             if target.exists() and os.path.exists(source) and os.path.samefile(source, target):
                 raise OutputError(path, "is also the input; choose another output")

@@ -30,8 +30,10 @@ def to_float32(raw: np.ndarray, kind: str, path: Any, where: str) -> np.ndarray:
 
     path and where name the file and the tensor in errors. Raises UnknownTypeError if nothing here can read the type.
     """
+    if kind == "bool":
+        return (raw != 0).astype(np.float32)
     if kind in PLAIN:
-        with np.errstate(over="ignore", invalid="ignore"):  # an f64 beyond f32 becomes infinity, which its reader will report
+        with np.errstate(all="ignore"):  # an f64 beyond f32 becomes infinity, which its reader will report
             return raw.view(PLAIN[kind]).astype(np.float32)
     if kind in ("bf16", "f8_e4m3", "f8_e5m2", "f8_e8m0"):
         return bf16_to_float32(raw) if kind == "bf16" else float8_table(kind)[raw]
@@ -42,9 +44,10 @@ def to_float32(raw: np.ndarray, kind: str, path: Any, where: str) -> np.ndarray:
         return np.empty((rows, columns), np.float32)
     values = np.empty((rows, columns), np.float32)
     step = max(1, _CHUNK // columns)
-    for start in range(0, rows, step):
-        part = raw[start : start + step]
-        values[start : start + step] = decode(part.reshape(-1, width)).reshape(len(part), columns)
+    with np.errstate(all="ignore"):  # scales of a damaged file may be anything
+        for start in range(0, rows, step):
+            part = raw[start : start + step]
+            values[start : start + step] = decode(part.reshape(-1, width)).reshape(len(part), columns)
     return values
 
 

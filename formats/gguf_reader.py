@@ -14,7 +14,7 @@ import numpy as np
 from .dequantize import to_float32
 from .errors import HeaderError, NotThisKindError, TensorError, UnknownTypeError, UnsupportedVersionError, printable
 from .gguf_types import REMOVED, TYPES, TensorType
-from .gguf_values import Cursor, TableEntry, TypedValues, ValueType, check_layout, read_table
+from .gguf_values import ALIGNMENT, Cursor, TableEntry, TypedValues, ValueType, check_layout, read_table
 from .mapped import MappedFile
 
 MAGIC = b"GGUF"
@@ -120,7 +120,7 @@ class GGUFFile(MappedFile):
         check_layout(self.path, [(t.name, t.offset, t.nbytes) for t in self.tensors.values()], self.data_offset, self.size)
 
     def _read_alignment(self) -> int:
-        key = "general.alignment"
+        key = ALIGNMENT
         if key not in self.metadata:
             return 32
         at = self.metadata.position(key)

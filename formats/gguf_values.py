@@ -26,6 +26,7 @@ from .strings import find_strings
 
 NAME_BYTES = 1024
 """Longest key or tensor name that is read. Real ones have less than 100 bytes."""
+ALIGNMENT = "general.alignment"
 MAX_KEYS = 1 << 16
 """Most metadata entries that are read: bounds the time that a hostile file can take."""
 
@@ -100,7 +101,7 @@ class Entry:
     item: ValueType | None
     count: int
     start: int
-    stop: int | None
+    stop: int
     strings: np.ndarray | None = None  # int64[count + 1]: where each string of an array begins, once it is known
 
 
@@ -168,7 +169,7 @@ class TypedValues(Mapping[str, Any]):
         if not self._cursor.wide:
             return encode_value(entry.type, self[key], entry.item)
         lead = {ValueType.ARRAY: 12, ValueType.STRING: 8}.get(entry.type, 0)
-        return self._cursor.view[entry.start - lead : self._stop(key, entry)]
+        return self._cursor.view[entry.start - lead : entry.stop]
 
     def unpack(self, prefix: str) -> None:
         """Puts values that were packed under `prefix` + key, as u8 arrays that hold an array's encoding, back under `key`.
@@ -178,24 +179,23 @@ class TypedValues(Mapping[str, Any]):
         for packed in [key for key in self._entries if key.startswith(prefix) and len(key) > len(prefix)]:
             entry, key = self._entries.pop(packed), packed[len(prefix) :]
             path = self._cursor.path
-            if entry.item is not ValueType.U8 or entry.stop is None:
+            if entry.item is not ValueType.U8:
                 raise HeaderError(path, "a packed value must be an array of u8", where=packed, offset=entry.start)
             if key in self._entries:
                 raise DuplicateError(path, f"the key appears twice, the second time packed as {packed}", where=key)
             inside = Cursor(path, self._cursor.data[: entry.stop], entry.start)
-            self._entries[key] = read_array(inside, packed, lazy=True)
-
-    def _stop(self, key: str, entry: Entry) -> int:
-        if entry.stop is None:
-            self._find(key, entry)
-        assert entry.stop is not None
-        return entry.stop
+            self._entries[key] = found = read_array(inside, packed, lazy=True)
+            if found.stop != entry.stop:
+                problem = f"{entry.stop - found.stop} bytes follow the packed array"
+                raise HeaderError(path, problem, where=packed, offset=found.stop)
 
     def _find(self, key: str, entry: Entry) -> np.ndarray:
         if entry.strings is None:
             cursor = self._cursor
-            entry.strings = find_strings(cursor.path, cursor.data, entry.start, entry.count, cursor.wide, key)
-            entry.stop = int(entry.strings[-1])
+            data = cursor.data[: entry.stop]
+            entry.strings = find_strings(cursor.path, data, entry.start, entry.count, cursor.wide, key)
+            if entry.strings[-1] != entry.stop:
+                raise HeaderError(cursor.path, "bytes follow the last string", where=key, offset=int(entry.strings[-1]))
         return entry.strings
 
     def _decode(self, key: str, entry: Entry) -> Any:
@@ -247,7 +247,7 @@ def read_entry(cursor: Cursor, key: str) -> Entry:
 
 
 def read_array(cursor: Cursor, key: str, lazy: bool = False) -> Entry:
-    """An array at the cursor. With `lazy`, strings are not walked over, and the cursor stays at the first."""
+    """An array at the cursor. With `lazy`, strings are not walked over but taken to fill all bytes that the cursor has."""
     item = _value_type(cursor, key)
     at = cursor.position
     if item is ValueType.ARRAY:
@@ -260,7 +260,7 @@ def read_array(cursor: Cursor, key: str, lazy: bool = False) -> Entry:
     if lazy:
         if count > (cursor.end - start) // 8:
             raise TruncatedError(cursor.path, start + 8 * count, cursor.end, where=key, offset=start)
-        return Entry(ValueType.ARRAY, item, count, start, None)
+        return Entry(ValueType.ARRAY, item, count, start, cursor.end)
     strings = find_strings(cursor.path, cursor.data, start, count, cursor.wide, key)
     cursor.position = int(strings[-1])
     return Entry(ValueType.ARRAY, item, count, start, cursor.position, strings)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from .errors import OutputError, printable
 from .gguf_types import BY_NAME
-from .gguf_values import ValueType
+from .gguf_values import ALIGNMENT, ValueType
 from .table_writer import TableWriter
 
 NAME_LIMIT = 63
@@ -20,9 +20,16 @@ class GGUFWriter(TableWriter):
 
     def __init__(self, path: str | os.PathLike[str], *, inputs: Iterable[str | os.PathLike[str]] = (), alignment: int = 32):
         super().__init__(path, inputs=inputs)
+        if alignment < 8 or alignment & (alignment - 1):
+            raise OutputError(path, f"alignment {alignment} is not a power of two of at least 8")
         self.alignment = alignment
         if alignment != 32:
-            self.add("general.alignment", alignment, ValueType.U32)
+            super()._put(ALIGNMENT, ValueType.U32, struct.pack("<I", alignment))
+
+    def _put(self, key: str, type: ValueType, encoded: bytes | memoryview) -> None:
+        if key == ALIGNMENT:
+            raise OutputError(self.path, f"{ALIGNMENT} is set by the writer's own argument")
+        super()._put(key, type, encoded)
 
     def declare(self, name: str, shape: Sequence[int], type: str) -> None:
         """Declares a tensor: shape in NumPy order (rows, columns), type by GGUF's lower-case name.

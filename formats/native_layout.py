@@ -26,6 +26,9 @@ NMSE = "halfbyte.tensor.nmse"
 METHOD = "halfbyte.tensor.method"
 SOURCE = "halfbyte.tensor.source"
 
+OWN = frozenset({FORMATS, METHODS, SOURCES, BYTES, CHECKSUM, COSINE, NMSE, METHOD, SOURCE})
+"""Keys that the writer makes itself; they describe one file and are not copied from it."""
+
 TOKENIZER = "tokenizer.huggingface.json"
 CHAT_TEMPLATE = "tokenizer.chat_template"
 

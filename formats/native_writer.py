@@ -14,7 +14,7 @@ import numpy as np
 from ..quant.block import get_format
 from . import native_layout as layout
 from .errors import OutputError, printable
-from .gguf_values import TypedValues, ValueType, encode_entry, encode_value
+from .gguf_values import ValueType, encode_entry, encode_value
 from .table_writer import Declared, Pieces, TableWriter
 
 _SLACK = 1 << 14  # bytes of the head kept free for metadata and method names that come while tensors are written
@@ -79,11 +79,6 @@ class NativeWriter(TableWriter):
         checksum = self._write(self._tensors[name], data)
         self._records[name] = {"cosine": cosine, "nmse": nmse, "method": method, "checksum": checksum}
 
-    def copy(self, source: TypedValues, keys: Iterable[str] | None = None) -> None:
-        """Adds entries of an open file as they are, without decoding them, but for those that describe the .hbf file itself."""
-        kept = source if keys is None else keys
-        super().copy(source, [key for key in kept if not key.startswith("halfbyte.")])
-
     def _checksum(self, view: memoryview, checksum: int) -> int:
         return zlib.crc32(view, checksum)
 
@@ -92,6 +87,8 @@ class NativeWriter(TableWriter):
             super()._before_data(what)
 
     def _put(self, key: str, type: ValueType, encoded: bytes | memoryview) -> None:
+        if key in layout.OWN or key.startswith(layout.PACKED):
+            raise OutputError(self.path, f"metadata key {printable(key, 80)} is one that the writer makes itself")
         if type is ValueType.ARRAY:
             item, count = struct.unpack_from("<IQ", encoded)
             if item == ValueType.STRING and count >= _PACK_FROM:

@@ -42,9 +42,13 @@ DTYPES: dict[str, tuple[str, int]] = {
 }  # fmt: skip
 """safetensors' dtypes: our lower-case name and bytes per element."""
 
+_WIDTHS = dict(DTYPES.values())
+
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER = 100_000_000
 """Longest header that is read, the limit of the reference implementation too."""
+MAX_VALUES = 1 << 22
+"""Most items of objects and arrays in a header or an index: bounds what parsing takes in time and memory. A tensor has ten."""
 _NAME_LIMIT = 1024
 
 
@@ -81,7 +85,8 @@ class SafetensorsTensor:
 
     def raw(self, rows: slice | None = None) -> np.ndarray:
         """uint8[rows, bytes per row], a read-only view of the file."""
-        view = self._file.bytes[self.offset : self.offset + self.nbytes].reshape(self.rows, self.nbytes // max(self.rows, 1))
+        width = _WIDTHS[self.dtype] * self.columns
+        view = self._file.bytes[self.offset : self.offset + self.nbytes].reshape(self.rows, width)
         return view if rows is None else view[rows]
 
     def array(self) -> np.ndarray:
@@ -314,6 +319,8 @@ def parse_json(path: Any, raw: bytes, where: str = "", offset: int | None = None
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
+    if raw.count(b",") + raw.count(b"[") + raw.count(b"{") > MAX_VALUES:
+        raise HeaderError(path, f"has more than {MAX_VALUES} values", where=where, offset=offset)
     try:
         value = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=refuse)
     except FileFormatError:

@@ -15,7 +15,18 @@ import numpy as np
 
 from .atomic import OutputFile, atomic_file
 from .errors import OutputError, printable, some
-from .gguf_values import MAX_KEYS, NAME_BYTES, TypedValues, ValueType, encode_entry, encode_string, encode_value, infer_type
+from .gguf_values import (
+    ALIGNMENT,
+    MAX_KEYS,
+    NAME_BYTES,
+    TypedValues,
+    ValueType,
+    encode_entry,
+    encode_string,
+    encode_value,
+    infer_type,
+)
+from .native_layout import OWN
 
 _Self = TypeVar("_Self", bound="TableWriter")
 Pieces = np.ndarray | Iterable[np.ndarray]
@@ -76,9 +87,13 @@ class TableWriter(ABC):
         self._put(key, type, encoded)
 
     def copy(self, source: TypedValues, keys: Iterable[str] | None = None) -> None:
-        """Adds entries of an open file as they are, types and all, without decoding them. Without `keys`, all of them."""
+        """Adds entries of an open file as they are, types and all, without decoding them. Without `keys`, all of them.
+
+        Those that describe the file they come from and not the model are left out: general.alignment, how a .hbf file is laid out.
+        """
         for key in source if keys is None else keys:
-            self._put(key, source.type(key), source.raw(key))
+            if key != ALIGNMENT and key not in OWN:
+                self._put(key, source.type(key), source.raw(key))
 
     def add_all(self, values: Mapping[str, Any]) -> None:
         """Adds all entries of a mapping: typed as in the file if it is a TypedValues, else as `add` infers."""
