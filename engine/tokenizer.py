@@ -85,6 +85,7 @@ class Tokenizer:
         library.no_padding()
         self._library = library
         added = library.get_added_tokens_decoder()
+        self._marks = added
         self._added = {i: token.content for i, token in added.items()}
         self._special = frozenset(i for i, token in added.items() if token.special)
         self._decoder = _Decoder(library.decoder)
@@ -185,6 +186,16 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Tokens that are marks and no text: control tokens of GGUF, special added tokens of a tokenizer.json."""
         return self.ready()._special
+
+    def special_tokens_text(self) -> list[str]:
+        """How the special tokens (`special_ids`) are spelled."""
+        self.ready()
+        return [self._added[i] for i in self._special]
+
+    def strips_around(self, id: int) -> tuple[bool, bool]:
+        """Whether an added token takes the white space before it, and behind it, along."""
+        token = self.ready()._marks.get(id)
+        return (False, False) if token is None else (token.lstrip, token.rstrip)
 
     @property
     def strips_space(self) -> bool:
