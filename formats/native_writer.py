@@ -79,6 +79,10 @@ class NativeWriter(TableWriter):
         checksum = self._write(self._tensors[name], data)
         self._records[name] = {"cosine": cosine, "nmse": nmse, "method": method, "checksum": checksum}
 
+    def record(self, name: str, *, cosine: float | None = None, nmse: float | None = None, method: str = "") -> None:
+        """Adds to a tensor that was written in pieces what was measured on the way; see `write`."""
+        self._records[name].update(cosine=cosine, nmse=nmse, method=method)
+
     def _checksum(self, view: memoryview, checksum: int) -> int:
         return zlib.crc32(view, checksum)
 
