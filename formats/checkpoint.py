@@ -174,7 +174,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _is_hbf(magic: bytes) -> bool:
-    from .native import MAGIC
+    from .native_layout import MAGIC
 
     return magic.startswith(MAGIC)
 

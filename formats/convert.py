@@ -1,0 +1,289 @@
+"""Conversion of a checkpoint to a .hbf file: tensor by tensor, in row chunks, so that memory does not grow with the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__
+from ..quant.block import get_format
+from .checkpoint import Checkpoint
+from .hbf_checkpoint import TOKENIZER_CONFIG
+from .native_layout import TOKENIZER
+from .native_writer import NativeWriter
+from .recipe import F16_MAX, Choice, Recipe, RecipeError, method_of, needs_range
+from .stream import Job, default_threads, streams
+from .tensor import Tensor, block_format
+
+_BLOCK = 1 << 22
+
+
+@dataclass
+class TensorResult:
+    """What became of one tensor.
+
+    format, source   its format now and before
+    nbytes           its bytes in the output
+    reason           why it has another format than was asked for, or ""
+    padded           columns in the output if rows had to be filled up, else 0
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    source: str
+    nbytes: int
+    reason: str = ""
+    method: str = ""
+    kept: bool = False
+    cosine: float = 1.0
+    nmse: float = 0.0
+    replaced: int = 0
+    padded: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of weights."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+
+@dataclass
+class ConversionResult:
+    """What a conversion did.
+
+    path           the output
+    kind           "hbf", "gguf" or "safetensors"
+    asked          the format asked for
+    bytes_before   of the source's weight files
+    bytes_after    of the output's files
+    left_out       tensors that are not in the output, with the reason
+    """
+
+    path: Path
+    kind: str
+    asked: str
+    bytes_before: int
+    bytes_after: int = 0
+    tensors: list[TensorResult] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of all tensors, padding and scales included, over the number of weights."""
+        weights = sum(tensor.size for tensor in self.tensors)
+        return 8 * sum(tensor.nbytes for tensor in self.tensors) / weights if weights else 0.0
+
+    @property
+    def worst(self) -> TensorResult | None:
+        """The tensor with the lowest cosine."""
+        return min(self.tensors, key=lambda tensor: tensor.cosine, default=None)
+
+    def exceptions(self) -> list[TensorResult]:
+        """Tensors whose format is not the one asked for."""
+        return [tensor for tensor in self.tensors if tensor.format != self.asked]
+
+
+def convert(
+    checkpoint: Checkpoint,
+    output: str | os.PathLike[str],
+    recipe: Recipe,
+    *,
+    threads: int | None = None,
+    allow_nonfinite: bool = False,
+    advance: Callable[[int], None] = lambda nbytes: None,
+) -> ConversionResult:
+    """Writes a checkpoint as a .hbf file, whole or not at all.
+
+    threads          for reading and encoding; None: all processors of this process
+    allow_nonfinite  replace NaN (by 0) and infinity (by the row's largest magnitude) instead of refusing them
+    advance          called with bytes of the source that are done
+
+    Raises NonFiniteError, OutputError, RecipeError and what reading the source raises: all HalfbyteError.
+    """
+    kept, left_out = usable(checkpoint)
+    jobs = [plan(tensor, recipe) for tensor in kept]
+    result = ConversionResult(Path(output), "hbf", recipe.asked, files_nbytes(checkpoint), left_out=left_out)
+    result.notes += requantization_note(jobs)
+    with NativeWriter(output, inputs=inputs(checkpoint)) as writer, ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
+        digests = hasher.submit(file_digests, checkpoint.files)
+        for key, value in native_metadata(checkpoint, recipe).items():
+            writer.add(key, value)
+        for job, _ in jobs:
+            writer.declare(job.tensor.name, job.tensor.shape, job.format, source=job.tensor.format)
+        try:
+            for stream, (job, choice) in zip(
+                streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance),
+                jobs,
+                strict=True,
+            ):
+                name, form = job.tensor.name, get_format(job.format)
+                writer.write(name, stream.pieces)
+                method = "kept" if job.kept else job.method or ""
+                writer.record(name, cosine=stream.measure.cosine, nmse=stream.measure.nmse, method=method)
+                vector = job.tensor.vector
+                nbytes = 4 * job.tensor.size if vector else form.tiles_nbytes(job.tensor.shape[-2], job.tensor.columns)
+                nbytes *= 1 if vector else job.tensor.rows // job.tensor.shape[-2]
+                result.tensors.append(tensor_result(job, choice, stream.measure, nbytes))
+            for key, value in source_keys(checkpoint, digests.result()).items():
+                writer.add(key, value)
+        except BaseException:
+            digests.cancel()
+            raise
+    result.bytes_after = os.stat(output).st_size
+    result.notes += replacement_note(result)
+    return result
+
+
+def plan(tensor: Tensor, recipe: Recipe) -> tuple[Job, Choice]:
+    """The job that a recipe makes of a tensor. Looks at the weights where f16 might not hold them."""
+    choice = recipe.choose(tensor)
+    if needs_range(choice, tensor) and beyond_f16(tensor):
+        choice = Choice("bf16", f"holds weights beyond f16's range of {F16_MAX:g}", kept=tensor.format == "bf16")
+    method = None if choice.kept or tensor.vector else method_of(get_format(choice.format), recipe)
+    return Job(tensor, choice.format, choice.kept, method), choice
+
+
+def beyond_f16(tensor: Tensor) -> bool:
+    """True if a finite weight is too large for f16."""
+    step = max(1, (1 << 20) // max(1, tensor.columns))
+    for start in range(0, tensor.rows, step):
+        weights = np.abs(tensor.float32(slice(start, start + step)))
+        if bool((weights[np.isfinite(weights)] > F16_MAX).any()):
+            return True
+        tensor.release(slice(start, min(start + step, tensor.rows)))
+    return False
+
+
+def usable(checkpoint: Checkpoint) -> tuple[list[Tensor], dict[str, str]]:
+    """The tensors that can be quantized, and those that cannot (of a lone .safetensors) with the reason.
+
+    Raises RecipeError if none is left.
+    """
+    kept, left_out = [], {}
+    for tensor in checkpoint.tensors.values():
+        if tensor.format[0] in "iu" and tensor.format[1:].isdigit() or tensor.format == "bool":
+            left_out[tensor.name] = f"holds integers ({tensor.format}), not weights"
+        elif tensor.size == 0:
+            left_out[tensor.name] = "is empty"
+        elif len(tensor.shape) > 4:
+            left_out[tensor.name] = f"has {len(tensor.shape)} dimensions; at most 4 can be stored"
+        else:
+            kept.append(tensor)
+    if not kept:
+        raise RecipeError(f"{checkpoint.path.name}: there is no tensor of weights in it")
+    return kept, left_out
+
+
+def tensor_result(job: Job, choice: Choice, measure: Any, nbytes: int) -> TensorResult:
+    """The record of a job that is done."""
+    tensor, form = job.tensor, block_format(job.format)
+    missing = 0 if tensor.vector or form is None or job.layout != "tiles" else -tensor.columns % form.block_columns
+    return TensorResult(
+        tensor.name,
+        tensor.shape,
+        job.format,
+        tensor.format,
+        nbytes,
+        choice.reason,
+        "kept" if job.kept else job.method or "",
+        job.kept,
+        measure.cosine,
+        measure.nmse,
+        measure.replaced,
+        tensor.columns + missing if missing else 0,
+    )
+
+
+def inputs(checkpoint: Checkpoint) -> list[Path]:
+    """Everything that an output must not be."""
+    return [*checkpoint.files, checkpoint.path]
+
+
+def files_nbytes(checkpoint: Checkpoint) -> int:
+    return sum(file.stat().st_size for file in checkpoint.files)
+
+
+def requantization_note(jobs: Iterable[tuple[Job, Choice]]) -> list[str]:
+    """A note if tensors that were quantized before are quantized again."""
+    again = sorted({job.tensor.format for job, _ in jobs if not job.kept and is_quantized(job.tensor.format) and is_quantized(job.format)})
+    if not again:
+        return []
+    return [f"the source is quantized already ({', '.join(again)}): quantizing it again adds to its error; an unquantized source gives a better file"]
+
+
+def is_quantized(name: str) -> bool:
+    """True for a type of fewer than 16 bits per weight that is not a plain 8-bit float."""
+    return name.startswith(("q", "iq", "tq", "mxfp", "nvfp")) or ((form := block_format(name)) is not None and form.integers)
+
+
+def replacement_note(result: ConversionResult) -> list[str]:
+    return [f"{tensor.name}: {tensor.replaced} weights that were not finite were replaced" for tensor in result.tensors if tensor.replaced]
+
+
+def native_metadata(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
+    """The metadata of a .hbf file: the checkpoint's, its tokenizer, and how the file came to be."""
+    skipped = ("general.alignment", "general.file_type", "general.quantization_version", "split.")
+    keys: dict[str, Any] = {}
+    for key in checkpoint.metadata:
+        if not key.startswith(skipped) and not _describes_file(key):
+            keys[key] = checkpoint.metadata[key]
+    tokenizer = checkpoint.tokenizer
+    if tokenizer.json is not None:
+        keys[TOKENIZER] = _small_json(tokenizer.json)
+    if tokenizer.config:
+        config = {key: value for key, value in tokenizer.config.items() if key != "chat_template"}
+        keys[TOKENIZER_CONFIG] = json.dumps(config, separators=(",", ":"))
+    keys["halfbyte.version"] = __version__
+    keys["halfbyte.recipe"] = json.dumps(recipe.to_dict())
+    keys["halfbyte.source.kind"] = checkpoint.kind
+    keys["halfbyte.source.name"] = checkpoint.path.resolve().name
+    # The digests are known last; these keep their place.
+    return keys | source_keys(checkpoint, ["0" * 64] * len(checkpoint.files))
+
+
+def source_keys(checkpoint: Checkpoint, digests: Sequence[str]) -> dict[str, Any]:
+    """Names, sizes and SHA-256 of the source's weight files."""
+    return {
+        "halfbyte.source.files": [file.name for file in checkpoint.files],
+        "halfbyte.source.bytes": np.array([file.stat().st_size for file in checkpoint.files], np.uint64),
+        "halfbyte.source.sha256": list(digests),
+    }
+
+
+def _describes_file(key: str) -> bool:
+    """True for keys that say how one .hbf file is laid out, or where it came from: a new file has its own."""
+    own = ("halfbyte.tensor.", "halfbyte.source.", "halfbyte.packed.")
+    return key.startswith(own) or key in ("halfbyte.formats", "halfbyte.methods", "halfbyte.sources", "halfbyte.version", "halfbyte.recipe")
+
+
+def _small_json(raw: bytes) -> str:
+    """tokenizer.json without the indentation that doubles its size; as it is if it cannot be parsed."""
+    try:
+        text = raw.decode()
+        if text.count("\n", 0, 4096) < 16:
+            return text
+        return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return raw.decode("utf-8", "replace")
+
+
+def file_digests(files: Iterable[Path]) -> list[str]:
+    """SHA-256 of files, in hexadecimal. Reads with a small buffer, so that no mapping grows."""
+    digests = []
+    buffer = bytearray(_BLOCK)
+    for file in files:
+        digest = hashlib.sha256()
+        with open(file, "rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                digest.update(memoryview(buffer)[:count])
+        digests.append(digest.hexdigest())
+    return digests

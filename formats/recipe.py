@@ -1,0 +1,107 @@
+"""Which tensor gets which format: the written rule of conversion.
+
+1. A tensor of one dimension (norms, biases, rotary factors) stays float32, and never passes through a narrower type.
+2. A matrix of fewer than 32 columns stays float32: one block per row would be mostly padding.
+3. A matrix that the source already holds in an accepted format is kept bit for bit. Accepted is the format asked for; if only a
+   number of bits was asked for, every integer format of that many bits; for embedding and head, also what rule 4 gives, and q8_0.
+4. The embedding and the head get at least six bits: a format asked for that has fewer becomes q6_0. Every prediction passes through
+   the head, and rare tokens depend on their one row of the embedding.
+5. 16 bits means bf16 for weights that are bf16 in the source, f16 for others; a tensor with weights beyond f16's range (65504)
+   gets bf16.
+6. Every other matrix gets the format asked for. Columns that are not a multiple of 32 are padded with zeros, and reported.
+
+Each exception to rule 6 is listed with its reason in what the conversion reports.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..quant.block import BlockFormat, get_format
+from ..quant.errors import HalfbyteError
+from .decoder import EMBEDDING, HEAD
+from .tensor import Tensor, block_format
+
+BITS = {4: "q4_0", 8: "q8_0", 16: "f16"}
+_SAME_BITS = {4: ("q4_0", "q4_1"), 8: ("q8_0",), 16: ("f16", "bf16")}
+_TOP = "q6_0"
+_TOP_BITS = 6.0
+SMALLEST = 32
+F16_MAX = 65504.0
+
+
+class RecipeError(HalfbyteError):
+    """What was asked for makes no sense."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The format of one tensor. `reason` is "" if it is the one asked for; `kept` if the blocks of the source are kept as they are."""
+
+    format: str
+    reason: str = ""
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a conversion was asked for.
+
+    bits     4, 8, 16, or None
+    format   a block format's name, or None; it goes before `bits`
+    method   how scales are chosen, "nearest" or "search"; None: the format's default
+    """
+
+    bits: int | None = None
+    format: str | None = None
+    method: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and self.bits not in BITS:
+            raise RecipeError(f"--bits {self.bits}: choose {', '.join(map(str, BITS))}")
+        if self.method not in (None, "nearest", "search"):
+            raise RecipeError(f"--method {self.method}: choose nearest or search")
+        get_format(self.asked)
+
+    @property
+    def asked(self) -> str:
+        """The format that matrices get if nothing speaks against it."""
+        return self.format or BITS[self.bits or 4]
+
+    def choose(self, tensor: Tensor) -> Choice:
+        """The format of a tensor, but for rule 5's look at the weights (see `needs_range`)."""
+        if tensor.vector:
+            return Choice("f32", "one dimension: float32", kept=tensor.format == "f32")
+        source = block_format(tensor.format)
+        if tensor.columns < SMALLEST:
+            return Choice("f32", f"fewer than {SMALLEST} columns", kept=tensor.format == "f32")
+        asked, reason = self.asked, ""
+        if self.format is None and self.bits == 16 and tensor.format == "bf16":
+            asked, reason = "bf16", "bf16 in the source"
+        accepted = {asked}
+        if self.format is None:
+            accepted.update(_SAME_BITS[self.bits or 4])
+        if tensor.name in (EMBEDDING, HEAD) and get_format(asked).bits_per_weight() < _TOP_BITS:
+            asked, reason = _TOP, "embedding and head: at least six bits"
+            accepted = {_TOP, "q8_0"}
+        if source is not None and tensor.format in accepted:
+            what = reason if tensor.format == asked else f"{tensor.format} in the source, kept bit for bit"
+            return Choice(tensor.format, what, kept=True)
+        return Choice(asked, reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for the file's provenance."""
+        return {"bits": self.bits, "format": self.asked, "method": self.method or "default"}
+
+
+def needs_range(choice: Choice, tensor: Tensor) -> bool:
+    """True if the weights must be looked at before a tensor can become f16 (rule 5)."""
+    return choice.format == "f16" and not choice.kept and tensor.format in ("f64", "f32", "bf16", "f8_e5m2")
+
+
+def method_of(form: BlockFormat, recipe: Recipe) -> str | None:
+    """How the scales of a format are chosen under a recipe; None if it has none."""
+    if not form.integers:
+        return None
+    return recipe.method or getattr(form, "method", None)

@@ -1,0 +1,240 @@
+"""Tensors that stream through encoders: chunks of rows are read, encoded and measured in worker threads, and come out in order.
+
+Memory is a few chunks per thread, whatever the size of a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..quant.block import ROWS, BlockFormat, get_format
+from ..quant.scales import check_finite, replace_nonfinite
+from .family import interleave_order
+from .tensor import Tensor
+
+CHUNK = 1 << 20
+"""Weights of a chunk: 4 MB as float32."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to become of one tensor.
+
+    format      a block format's name, or for plain output (layout "rows") "f32", "f16", "bf16"
+    kept        the source's blocks are kept bit for bit
+    method      how scales are chosen
+    layout      "tiles" (kernel order), "rows" (one row after another, as GGUF and safetensors have them)
+    heads       > 0: rows go from the half order of rotary pairs to the interleaved one, in that many heads
+    """
+
+    tensor: Tensor
+    format: str
+    kept: bool = False
+    method: str | None = None
+    layout: str = "tiles"
+    heads: int = 0
+
+
+@dataclass
+class Measure:
+    """Sums over the weights of a tensor, before and after: what cosine and nmse are made of."""
+
+    dot: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+    error: float = 0.0
+    replaced: int = 0
+    exact: bool = True
+
+    def add(self, other: Measure) -> None:
+        self.dot += other.dot
+        self.before += other.before
+        self.after += other.after
+        self.error += other.error
+        self.replaced += other.replaced
+        self.exact = self.exact and other.exact
+
+    @property
+    def cosine(self) -> float:
+        """Cosine similarity of the weights before and after; 1 for two zero tensors."""
+        if self.exact or self.before == self.after == 0.0:
+            return 1.0
+        norm = math.sqrt(self.before) * math.sqrt(self.after)
+        return max(-1.0, min(1.0, self.dot / norm)) if norm > 0 else 0.0
+
+    @property
+    def nmse(self) -> float:
+        """Sum of squared errors over the sum of squares before."""
+        if self.exact:
+            return 0.0
+        return self.error / self.before if self.before > 0 else (0.0 if self.error == 0 else math.inf)
+
+
+@dataclass
+class Stream:
+    """One tensor on its way: iterate over `pieces` (uint8 arrays, in order), then read `measure`."""
+
+    job: Job
+    pieces: Iterator[np.ndarray]
+    measure: Measure = field(default_factory=Measure)
+
+
+def default_threads() -> int:
+    """The processors that this process may use."""
+    try:
+        return max(1, len(os.sched_getaffinity(0)))
+    except AttributeError:
+        return max(1, os.cpu_count() or 1)
+
+
+def streams(
+    jobs: Sequence[Job], threads: int, *, allow_nonfinite: bool = False, advance: Callable[[int], None] = lambda nbytes: None
+) -> Iterator[Stream]:
+    """Yields a Stream per job, in order. Its pieces must be used up before the next one is asked for.
+
+    advance: called with bytes of the source that are done. Raises NonFiniteError by tensor, row and column, unless allowed.
+    """
+    queue: deque[Future[tuple[np.ndarray, Measure, int]]] = deque()
+    work = ((job, rows) for job in jobs for rows in chunks(job))
+    most = 2 * threads + 2
+    with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
+
+        def fill() -> None:
+            while len(queue) < most:
+                item = next(work, None)
+                if item is None:
+                    return
+                queue.append(pool.submit(_encode, *item, allow_nonfinite))
+
+        def pieces(stream: Stream) -> Iterator[np.ndarray]:
+            for _ in chunks(stream.job):
+                fill()
+                data, measure, nbytes = queue.popleft().result()
+                stream.measure.add(measure)
+                advance(nbytes)
+                yield data
+            stream.job.tensor.release()
+
+        try:
+            for job in jobs:
+                stream = Stream(job, iter(()))
+                stream.pieces = pieces(stream)
+                yield stream
+        finally:
+            for future in queue:
+                future.cancel()
+
+
+def chunks(job: Job) -> list[slice]:
+    """Slices of rows, each of about CHUNK weights: whole groups of 16 rows for tiles, whole heads where rows are reordered."""
+    tensor = job.tensor
+    if tensor.vector:
+        return [slice(0, 1)]
+    height = tensor.shape[-2]
+    unit = ROWS if job.layout == "tiles" else 1
+    if job.heads:
+        unit = height // job.heads
+    step = max(unit, CHUNK // tensor.columns // unit * unit)
+    found = []
+    for matrix in range(0, tensor.rows, height):
+        found += [slice(matrix + start, matrix + min(start + step, height)) for start in range(0, height, step)]
+    return found
+
+
+def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:
+    """One chunk: its bytes in the output, what was measured, and the bytes it has in the source."""
+    tensor = job.tensor
+    if tensor.vector:
+        return _vector(job, allow_nonfinite)
+    share = tensor.nbytes * (rows.stop - rows.start) // tensor.rows
+    form = get_format(job.format)
+    order = None
+    if job.heads:
+        size = tensor.rows // job.heads
+        order = interleave_order((rows.stop - rows.start) // size, rows.stop - rows.start)
+    blocks = kept_blocks(tensor, rows, form) if job.kept else None
+    if blocks is not None:
+        measure = Measure()
+    else:
+        weights, measure = finite(tensor, rows, allow_nonfinite)
+        blocks = form.encode(weights, method=job.method)
+        _measure(measure, weights, form.decode(blocks, tensor.columns))
+    if order is not None:
+        blocks = blocks[order]
+    if job.layout == "tiles":
+        data = form.tile(blocks)
+    else:
+        data = np.ascontiguousarray(blocks).reshape(blocks.shape[0], -1)
+        if not form.integers:  # plain rows end where the columns end
+            data = data[:, : tensor.columns * form.block_bytes // form.block_columns]
+    tensor.release(rows)
+    return data, measure, share
+
+
+def kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat) -> np.ndarray | None:
+    """The source's own blocks; None if a weight in them is not finite, which the caller then has to look at."""
+    blocks = tensor.blocks(rows)
+    assert blocks is not None
+    if not form.integers:
+        sound = bool(np.isfinite(form.decode(blocks, tensor.columns)).all())
+    else:
+        # Codes are finite whatever they are; a block begins with its f16 scale, and its minimum if it has one.
+        numbers = np.ascontiguousarray(blocks[..., : 2 * getattr(form, "numbers", 0)]).view("<f2")
+        sound = bool(np.isfinite(numbers).all())
+    return blocks if sound else None
+
+
+def _vector(job: Job, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:
+    values = np.atleast_1d(job.tensor.float32())
+    measure = Measure()
+    if not np.isfinite(values).all():
+        if not allow_nonfinite:
+            check_finite(values, job.tensor.name)
+        values, measure.replaced = replace_nonfinite(values)
+    if job.heads:
+        values = values[interleave_order(job.heads, len(values))]
+    if job.format == "f32":
+        return values, measure, job.tensor.nbytes
+    form = get_format(job.format)
+    row = form.encode(values[None])
+    _measure(measure, values[None], form.decode(row, len(values)))
+    return row.reshape(-1)[: len(values) * form.block_bytes // form.block_columns], measure, job.tensor.nbytes
+
+
+def finite(tensor: Tensor, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, Measure]:
+    """float32 rows without NaN and infinity. Raises NonFiniteError unless they may be replaced."""
+    weights = tensor.float32(rows)
+    measure = Measure()
+    # One pass: a sum is finite unless a term is not (or the sum overflows, which the exact look then clears).
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.add.reduce(weights, axis=None))
+    if not math.isfinite(total):
+        if allow_nonfinite:
+            weights, measure.replaced = replace_nonfinite(weights)
+        else:
+            check_finite(weights, tensor.name, rows.start)
+    return weights, measure
+
+
+def _measure(measure: Measure, before: np.ndarray, after: np.ndarray) -> None:
+    """Adds the sums over a chunk, in float64 over runs of 4096 weights that are summed in float32."""
+    if np.array_equal(before, after):
+        energy = float(np.vdot(before.astype(np.float64), before.astype(np.float64)))
+        measure.dot += energy
+        measure.before += energy
+        measure.after += energy
+        return
+    measure.exact = False
+    x, y = before.astype(np.float64).reshape(-1), after.astype(np.float64).reshape(-1)
+    measure.dot += float(x @ y)
+    measure.before += float(x @ x)
+    measure.after += float(y @ y)
+    y -= x
+    measure.error += float(y @ y)
