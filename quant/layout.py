@@ -90,12 +90,14 @@ class Bytes(Part):
     def to_block(self, codes: np.ndarray) -> np.ndarray:
         return codes ^ np.uint8(0x80)
 
-    from_block = to_block
+    def from_block(self, part: np.ndarray) -> np.ndarray:
+        return part ^ np.uint8(0x80)
 
     def to_planes(self, vectors: np.ndarray) -> np.ndarray:
         return vectors
 
-    from_planes = to_planes
+    def from_planes(self, planes: np.ndarray) -> np.ndarray:
+        return planes
 
 
 class Nibbles(Part):

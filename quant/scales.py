@@ -32,7 +32,7 @@ F16_OVERFLOW = 65520.0
 REACH = tuple(2.0 - 0.4 * i for i in range(9))
 """Candidates of a symmetric search: how many levels beyond the end of the grid the largest weight would fall, if not clipped."""
 REACH_AFFINE = tuple((below, above) for below in (-0.5, 0.1, 0.7, 1.3) for above in (-0.5, 0.1, 0.7, 1.3))
-"""Candidates of an affine search: how many levels the least and the greatest weight would fall beyond the grid, if not clipped."""
+"""Candidates of an affine search: how many levels the least and the greatest weight would fall off the grid, if not clipped."""
 SINGULAR = 1e-4
 """Determinant of the 2x2 least squares, relative to its diagonal, below which float32 cannot tell scale from minimum."""
 SMALLEST = np.float32(2.0**-126)

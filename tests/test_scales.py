@@ -122,7 +122,7 @@ def test_blocks_do_not_influence_each_other(grid):
 
 
 def test_scale_is_rounded_before_the_codes_are_chosen():
-    """Scales among f16's subnormals differ by 6e-8: the best codes for the exact scale are far from the best for the stored one."""
+    """Scales among f16's subnormals differ by 6e-8: the best codes for the exact scale are not the best for the stored one."""
     x = (np.random.default_rng(0).standard_normal((500, 32)) * 3e-6).astype(np.float32)
     grid = SignedMax(4)
     found = grid.search(x, np.ones_like(x))
