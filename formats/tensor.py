@@ -147,6 +147,10 @@ class RowsTensor(Tensor):
             raw = np.pad(raw, ((0, 0), (0, missing)))
         return raw.reshape(raw.shape[0], -1, form.block_bytes)
 
+    def raw_rows(self, rows: slice) -> np.ndarray:
+        """uint8[rows, bytes of a row] as the file has them, in canonical order."""
+        return self._raw[self._index(rows)]
+
     def same_as(self, other: RowsTensor) -> bool:
         """True if both hold the same weights in the same bytes."""
         if self.shape != other.shape or self.format != other.format or self._scale is not None or other._scale is not None:

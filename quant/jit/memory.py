@@ -59,6 +59,18 @@ store_f32 = _storer("f32")
 
 
 @intrinsic
+def store_f16(typing_context, address, value):
+    """A float32 rounded to f16, ties to even."""
+
+    def codegen(context, b, sig, values):
+        halves = emit.to_f16(b, emit.splat(b, values[1], 4))  # as a vector: a scalar conversion may be a library call
+        emit.store(b, b.extract_element(halves, ir.Constant(_I32, 0)), values[0])
+        return context.get_dummy_value()
+
+    return types.void(address, types.float32), codegen
+
+
+@intrinsic
 def sqrt_f32(typing_context, x):
     """Square root, correctly rounded."""
 
@@ -115,6 +127,16 @@ def pause(typing_context):
         return context.get_dummy_value()
 
     return types.void(), codegen
+
+
+@intrinsic
+def cycles(typing_context):
+    """The processor's cycle or time-stamp counter."""
+
+    def codegen(context, b, sig, values):
+        return emit.call(b, "llvm.readcyclecounter", _I64)
+
+    return types.int64(), codegen
 
 
 # ---- calls by address ------------------------------------------------------------------------------------------------

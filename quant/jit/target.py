@@ -69,8 +69,8 @@ _LEVELS = {
     "x86-64-v3": frozenset({"avx2", "fma", "f16c"}),
     "x86-64-v4": frozenset({"avx2", "fma", "f16c", "avx512bw", "avx512vl"}),
 }
-_LEVELS |= {name: _LEVELS["x86-64-v3"] for name in ("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3")}
+_LEVELS |= dict.fromkeys(("haswell", "broadwell", "skylake", "znver1", "znver2", "znver3"), _LEVELS["x86-64-v3"])
 _LEVELS |= {name: _LEVELS["x86-64-v3"] | {"avxvnni"} for name in ("alderlake", "raptorlake", "meteorlake", "sierraforest")}
 _VNNI = _LEVELS["x86-64-v4"] | {"avx512vnni"}
-_LEVELS |= {name: _VNNI for name in ("cascadelake", "icelake-server", "icelake-client", "sapphirerapids", "znver4", "znver5")}
+_LEVELS |= dict.fromkeys(("cascadelake", "icelake-server", "icelake-client", "sapphirerapids", "znver4", "znver5"), _VNNI)
 

@@ -1,0 +1,109 @@
+"""What the kernels and the engine that calls them must agree on: structs, sizes, offsets. No numba here: a warm start imports only this."""
+
+from __future__ import annotations
+
+# ---- the step: what changes from one run of a plan to the next -----------------------------------------------------------
+
+STEP = "tokens ids positions sequences table"
+"""tokens     number of tokens in this step
+ids        address of their int32 ids
+positions  address of their int64 positions
+sequences  number of sequences they belong to; the tokens of a sequence lie together, in order
+table      address of a SEQUENCE row for each
+"""
+
+SEQUENCE = "first count start pages splits"
+"""first   index of the sequence's first token in the step
+count   its tokens in the step
+start   position of the first
+pages   address of its block table: int64 page numbers
+splits  parts of SPLIT positions in which a lone token's attention is computed side by side, or 0: in one piece
+"""
+
+SEQUENCE_BYTES = 8 * len(SEQUENCE.split())
+
+# ---- activation panels (panels.py) -------------------------------------------------------------------------------------
+
+TOKENS = 6
+"""Tokens of a full panel; the last panel of a step is 1, 2, 4 or 6 wide."""
+
+BLOCK = 32
+"""Columns of a record."""
+
+RECORD = {"int8": 44, "f32": 128}
+"""Bytes per token and block of 32 columns, by kind of panel."""
+
+
+def padded_tokens(tokens: int) -> int:
+    """Tokens for which buffers need room: the last panel may be wider than its tokens."""
+    return -(-tokens // TOKENS) * TOKENS
+
+
+def panel_bytes(kind: str, tokens: int, columns: int) -> int:
+    """Bytes of the panels of `tokens` tokens."""
+    return padded_tokens(tokens) * -(-columns // BLOCK) * RECORD[kind]
+
+
+# ---- the KV cache (rope_store.py, attention.py) --------------------------------------------------------------------------
+
+PAGE = 32
+"""Positions of a page."""
+
+SPLIT = 256
+"""Positions after which the sums of attention are folded: fixed, so that results do not depend on who computes which part."""
+
+ROWS = 6
+"""Rows (queries that share a KV head) that attention computes together."""
+
+CACHE_BYTES = {"f16": 2, "f32": 4}
+"""Bytes of a cached number, by type of the cache."""
+
+
+def padded_head(head_size: int) -> int:
+    """Dimensions of a head's values in whole vectors of 16."""
+    return -(-head_size // 16) * 16
+
+
+def head_bytes(head_size: int, cache_type: str) -> tuple[int, int]:
+    """(bytes of the keys, of keys and values) of one KV head in a page."""
+    size = CACHE_BYTES[cache_type]
+    keys = head_size * PAGE * size
+    return keys, keys + PAGE * padded_head(head_size) * size
+
+
+def part_bytes(head_size: int) -> int:
+    """Bytes of a partial result of attention: maximum, sum, padding, values."""
+    return 64 + 4 * padded_head(head_size)
+
+
+def attention_scratch(head_size: int) -> int:
+    """Bytes per worker: queries, scores of a split, running and partial results."""
+    return ROWS * (4 * padded_head(head_size) + 4 * SPLIT + 2 * part_bytes(head_size)) + 64
+
+
+# ---- the interpreter (interpreter.py) ------------------------------------------------------------------------------------
+
+# Each on a cache line of its own: workers write them while others read.
+ARRIVED, GENERATION, JOB, SLEEPERS, SETTINGS_AT = 0, 64, 128, 192, 256
+"""Byte offsets in the synchronization block: workers at the barrier, barriers passed, plans posted, workers asleep at the barrier, SETTINGS."""
+
+SETTINGS = "plan rows tokens run spin patience resident syscall futex yield_ profile"
+"""plan, rows  address and number of rows
+tokens      tokens of the step
+run         1: run the plan; 0: the workers are to return for good
+spin        turns that a worker spins at a barrier before it sleeps
+patience    turns that a worker spins for the next plan before it parks
+resident    1: workers stay in compiled code between plans (needs futex)
+syscall     address of the C library's syscall, or 0
+futex       number of the futex system call
+yield_      address of sched_yield or the like, for where there is no futex; or 0
+profile     address of int64 cycle counts, one per row plus one, filled by worker 0; or 0
+"""
+
+SYNC_BYTES = SETTINGS_AT + 8 * len(SETTINGS.split())
+
+PLAN_ROW = 24
+"""Bytes of a row of a plan: kernel address, arguments address, and the number of tokens above which a barrier follows."""
+
+ALWAYS, MANY, NEVER = 0, 1, 1 << 40
+"""Thresholds: a barrier after the row always, only with more than one token, or never."""

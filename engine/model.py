@@ -1,0 +1,235 @@
+"""A model ready to run: weights, plan, KV cache, workers. Token ids in, logits out; nothing here knows about text."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..formats.checkpoint import Checkpoint
+from ..formats.decoder import Dimensions
+from ..formats.rope import FACTORS
+from ..quant.errors import HalfbyteError
+from .builder import Builder, Limits, split_sequences
+from .cache import PagedCache, Sequence
+from .kernels.layout import PAGE, SPLIT
+from .plan import Plan, Section
+from .rope import longest_context, rope_table
+from .weights import Weights
+from .workers import Workers
+
+Compute = Literal["int8", "f32"]
+COMPUTES = ("int8", "f32")
+
+STEP_TOKENS = 512
+"""Most tokens that one run of the plan takes; longer steps are run in parts. More are no faster, and buffers grow with it."""
+STEP_OUTPUTS = 32
+"""Most tokens that one run of the head gives logits for."""
+STEP_SEQUENCES = 256
+
+Report = Callable[[str, int, int], None]
+"""report(what, done, total) while a model loads: "weights" in bytes, "kernels" in number."""
+
+
+class ModelError(HalfbyteError):
+    """A model cannot be run as asked."""
+
+
+class TokenError(HalfbyteError):
+    """Token ids that the model does not have, or a step without any."""
+
+
+class ContextError(HalfbyteError):
+    """More tokens than the context holds."""
+
+
+@dataclass
+class Work:
+    """What a step does for one sequence: `ids` follow what is in the cache. outputs: which of them get logits."""
+
+    sequence: Sequence
+    ids: Ids[int]
+    outputs: Literal["last", "all", "none"] = "last"
+
+
+class Model:
+    """Runs a checkpoint. See Engine for the public face.
+
+    checkpoint: must stay open as long as the model. compute: "int8" activations, or "f32". threads: None = all physical cores.
+    context: most positions of a sequence (None: the model's own). capacity: positions that the KV cache holds in all (None: one context).
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        compute: Compute = "int8",
+        threads: int | None = None,
+        context: int | None = None,
+        capacity: int | None = None,
+        report: Report | None = None,
+    ):
+        if compute not in COMPUTES:
+            raise ModelError(f"compute must be one of {', '.join(COMPUTES)}, not {compute!r}")
+        metadata, arch = checkpoint.metadata, checkpoint.architecture
+        if arch is None:
+            raise ModelError(f"{checkpoint.path} holds weights only, no config.json and tokenizer.json: it can be inspected, not run")
+        self.architecture, self.compute = arch, compute
+        size = self.size = Dimensions.of(metadata, arch)
+        self.vocabulary = size.vocabulary
+        longest = longest_context(metadata, arch)
+        if context is not None and context < 1:
+            raise ModelError(f"the context must be at least 1 token, not {context}")
+        self.context = longest if context is None else context
+        capacity = max(self.context, capacity or 0)
+        self.workers = Workers(threads)
+        try:
+            limits = Limits(min(STEP_TOKENS, max(self.context, 1)), STEP_OUTPUTS, STEP_SEQUENCES, self.context, self.workers.count)
+            self._limits = limits
+            # Accuracy is measured with a cache that adds no error of its own.
+            cache_type = "f16" if compute == "int8" else "f32"
+            pages = -(-capacity // PAGE) + limits.sequences
+            self.cache = PagedCache(size.layers, size.kv_heads, size.head, cache_type, pages)
+            factors = checkpoint.tensors[FACTORS].float32() if FACTORS in checkpoint.tensors else None
+            self._rope = rope_table(metadata, arch, factors, self.context)
+            self.context = min(self.context, self._rope.context)
+            self.weights = Weights(checkpoint, self.workers.count)
+            matrices = [t.name for t in checkpoint.tensors.values() if not t.vector]
+            self.weights.load(matrices, report and (lambda done, total: report("weights", done, total)))
+            self.builder = Builder(self.weights, self.cache, cache_type, limits, "int8" if compute == "int8" else "f32")
+            _architecture(arch).build(self.builder, metadata, self._rope)
+            self.plan: Plan = self.builder.plan
+            self.plan.link(report and (lambda done, total: report("kernels", done, total)))
+        except BaseException:
+            self.workers.close()
+            raise
+        sections = list(self.plan.sections)
+        self._body, self._head = self.plan.span(sections[0], sections[-2]), self.plan.sections["head"]
+        self._all = self.plan.span(sections[0], "head")
+        self._logits = next(b for name, b in self.plan.buffers.items() if name.startswith("logits."))
+
+    def step(self, work: Iterable[Work]) -> np.ndarray:
+        """Runs tokens of any number of sequences, prefill and decode mixed; their keys and values are then in the cache.
+
+        Returns float32[outputs, vocabulary], the logits in the order of the work, valid until the next step (copy what is to be kept).
+        Logits do not depend on what else is in the step, on how a prompt is cut into steps, or on the number of threads: bit for bit.
+        Raises TokenError, ContextError, CacheFullError before anything is run.
+        """
+        jobs = [(w.sequence, self._checked(w), w.outputs) for w in work]
+        for sequence, ids, _ in jobs:
+            self.cache.reserve(sequence, sequence.length + len(ids))
+        parts = list(_parts(jobs, self._limits.tokens, self._limits.sequences))
+        kept: list[np.ndarray] = []
+        for part in parts:
+            logits = self._run(part)
+            if len(parts) == 1:
+                return logits
+            kept.append(logits.copy())
+        return np.concatenate(kept) if kept else np.zeros((0, self.vocabulary), np.float32)
+
+    def release(self, sequence: Sequence) -> None:
+        """Frees the pages of a sequence."""
+        self.cache.truncate(sequence, 0)
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.workers.close()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _checked(self, work: Work) -> np.ndarray:
+        try:
+            ids = np.asarray(work.ids, np.int64).reshape(-1)
+        except (OverflowError, TypeError, ValueError):
+            raise TokenError("token ids must be whole numbers") from None
+        if ids.size == 0:
+            raise TokenError("a step needs at least one token of each sequence")
+        if ids.size > 1 or not 0 <= ids[0] < self.vocabulary:
+            bad = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
+            if bad.size:
+                raise TokenError(f"token id {ids[bad[0]]} at position {bad[0]} is not below the vocabulary's size {self.vocabulary}")
+        if work.sequence.length + ids.size > self.context:
+            raise ContextError(f"{work.sequence.length + ids.size} tokens do not fit the context of {self.context}")
+        return ids
+
+    def _run(self, part: list[_Slice]) -> np.ndarray:
+        """One run of the plan, and more of the head if there are many outputs."""
+        step, first, outputs = self.builder.step, 0, []
+        lone = len(part) <= split_sequences(self._limits)
+        for i, (sequence, ids, wanted) in enumerate(part):
+            count, start = ids.size, sequence.length
+            step.ids[first : first + count] = ids
+            step.positions[first : first + count] = np.arange(start, start + count) if count > 1 else start
+            splits = -(-(start + 1) // SPLIT) if count == 1 and lone and start >= SPLIT else 0
+            step.table[i] = first, count, start, sequence.pages.ctypes.data, splits
+            self._rope.reach(start + count)
+            if wanted == "all":
+                outputs.extend(range(first, first + count))
+            elif wanted == "last":
+                outputs.append(first + count - 1)
+            first += count
+        step.set(first, len(part))
+        for sequence, ids, _ in part:
+            sequence.length += ids.size
+        most = self._limits.outputs
+        if not outputs:
+            self._go(self._body, first)
+            return np.zeros((0, self.vocabulary), np.float32)
+        self._set_outputs(outputs[:most])
+        self._go(self._all, first)
+        if len(outputs) <= most:
+            return self._logits.floats(len(outputs))[:, : self.vocabulary]
+        kept = [self._logits.floats(most)[:, : self.vocabulary].copy()]
+        for at in range(most, len(outputs), most):
+            rows = outputs[at : at + most]
+            self._set_outputs(rows)
+            self._go(self._head, max(len(rows), 2))
+            kept.append(self._logits.floats(len(rows))[:, : self.vocabulary].copy())
+        return np.concatenate(kept)
+
+    def _set_outputs(self, rows: list[int]) -> None:
+        self.builder.outputs.ids[: len(rows)] = rows
+        self.builder.outputs.set(len(rows))
+
+    def _go(self, section: Section, tokens: int) -> None:
+        self.workers.run(self.plan, tokens, section)
+
+
+_Slice = tuple[Sequence, np.ndarray, str]
+
+
+def _parts(jobs: list[_Slice], tokens: int, sequences: int) -> Iterable[list[_Slice]]:
+    """Steps that fit the buffers. What is cut has no outputs in its first parts, unless all are wanted."""
+    part: list[_Slice] = []
+    room = tokens
+    for sequence, ids, wanted in jobs:
+        at = 0
+        while at < ids.size:
+            if room == 0 or len(part) == sequences:
+                yield part
+                part, room = [], tokens
+            piece = ids[at : at + room]
+            at += piece.size
+            room -= piece.size
+            part.append((sequence, piece, wanted if wanted != "last" or at == ids.size else "none"))
+    if part:
+        yield part
+
+
+def _architecture(name: str):
+    """The module in engine/architectures of that name, or another package's, through the entry point group `halfbyte.architectures`."""
+    try:
+        return importlib.import_module(f".architectures.{name}", __package__)
+    except ModuleNotFoundError as error:
+        if error.name != f"{__package__}.architectures.{name}":
+            raise
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="halfbyte.architectures"):
+        if point.name == name:
+            return point.load()
+    raise ModelError(f"the architecture {name!r} can be converted but not run yet")
+

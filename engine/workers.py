@@ -1,0 +1,163 @@
+"""Threads that run plans.
+
+One persistent thread per worker beyond the caller, each bound to a core of its own: unbound on a busy machine, two spinning workers may share a core and
+every barrier costs a time slice. The default number of workers is that of the physical cores this process may use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from ..quant.errors import HalfbyteError
+from ..quant.jit import store
+from .kernels.layout import SETTINGS, SETTINGS_AT, SYNC_BYTES
+from .plan import Plan, Section
+
+_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
+_FUTEX = {"x86_64": 202, "aarch64": 98, "arm64": 98}
+INTERPRETER = ("halfbyte.engine.kernels.interpreter",)
+
+
+class ThreadsError(HalfbyteError):
+    """A number of threads that cannot be used."""
+
+
+def default_threads() -> int:
+    """Physical cores that this process may use: affinity mask, hyper-threads and the cgroup's CPU quota respected."""
+    try:
+        allowed = sorted(os.sched_getaffinity(0))
+    except AttributeError:
+        return max(1, os.cpu_count() or 1)
+    cores = {_core_of(cpu) for cpu in allowed}
+    return max(1, min(len(cores), _quota() or len(cores)))
+
+
+def _core_of(cpu: int) -> str:
+    try:
+        return Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+    except OSError:
+        return str(cpu)
+
+
+def _quota() -> int | None:
+    """Whole CPUs of the cgroup's quota (version 2, then 1), or None."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if quota == "max" else max(1, int(quota) // int(period))
+    except (OSError, ValueError):
+        pass
+    try:
+        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
+        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
+        return None if quota_us <= 0 else max(1, quota_us // period_us)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+class Workers:
+    """A pool of `count` workers, the calling thread among them. Not re-entrant: one plan at a time, from any thread."""
+
+    def __init__(self, count: int | None = None):
+        count = default_threads() if count is None else count
+        if not 1 <= count <= 512:
+            raise ThreadsError(f"threads must be between 1 and 512, not {count}")
+        self.count = count
+        self._lock = threading.Lock()
+        self._memory = np.zeros(SYNC_BYTES + 64, np.uint8)
+        offset = -self._memory.ctypes.data % 64
+        self._sync = self._memory.ctypes.data + offset
+        self._settings = self._memory[offset + SETTINGS_AT : offset + SYNC_BYTES].view(np.int64)
+        self._result = (ctypes.c_int64 * 16)()
+        self._entry = _CALL(store.find(*INTERPRETER).address)
+        self._field = {name: i for i, name in enumerate(SETTINGS.split())}
+        self._closed = False
+        self._configure()
+        self._turns = [threading.Semaphore(0) for _ in range(count - 1)]
+        self._threads = [threading.Thread(target=self._serve, args=(w,), daemon=True, name=f"halfbyte-{w}") for w in range(1, count)]
+        for thread in self._threads:
+            thread.start()
+
+    def run(self, plan: Plan, tokens: int, section: Section | None = None, profile: np.ndarray | None = None) -> None:
+        """Runs a plan, or a section of it, for a step of `tokens` tokens.
+
+        profile: int64[rows + 1], filled with the cycle counter at the start of each row and at the end.
+        """
+        address, rows = plan.address(section)
+        if profile is not None and (profile.dtype != np.int64 or profile.size <= rows):
+            raise ThreadsError(f"a profile of {rows} rows needs int64[{rows + 1}]")
+        with self._lock:
+            if self._closed:
+                raise ThreadsError("the workers are closed")
+            self._settings[:4] = address, rows, tokens, 1
+            self._settings[self._field["profile"]] = 0 if profile is None else profile.ctypes.data
+            self._post()
+
+    def close(self) -> None:
+        """Ends the threads. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._settings[self._field["run"]] = 0
+            self._post()
+        for thread in self._threads:
+            thread.join()
+
+    def _configure(self) -> None:
+        settings, field = self._settings, self._field
+        settings[field["spin"]], settings[field["patience"]] = 2000, 5000
+        number = _FUTEX.get(platform.machine()) if sys.platform == "linux" else None
+        if os.environ.get("HALFBYTE_WAIT") == "portable":
+            number = None
+        if number is not None:
+            settings[field["syscall"]] = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value
+            settings[field["futex"]] = number
+            settings[field["resident"]] = 1
+        elif sys.platform == "win32":
+            settings[field["yield_"]] = ctypes.cast(ctypes.windll.kernel32.SwitchToThread, ctypes.c_void_p).value
+        else:
+            settings[field["yield_"]] = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+        self._resident = number is not None
+
+    def _post(self) -> None:
+        if not self._resident:
+            for turn in self._turns:
+                turn.release()
+        self._call(0)
+
+    def _serve(self, worker: int) -> None:
+        _bind(worker, self.count)
+        if self._resident:
+            self._call(worker)
+            return
+        while True:
+            self._turns[worker - 1].acquire()
+            self._call(worker)
+            if self._closed:
+                return
+
+    def _call(self, worker: int) -> None:
+        slot = ctypes.addressof(self._result)
+        if self._entry(slot, slot + 64, self._sync, worker, self.count):
+            raise ThreadsError("a kernel reported an error, which none can: this is a defect in Halfbyte")
+
+
+def _bind(worker: int, count: int) -> None:
+    """Binds the calling thread to the worker's core, within the mask that the process was given; one hyper-thread of each core first."""
+    if not hasattr(os, "sched_setaffinity") or count > default_threads():
+        return
+    first: dict[str, int] = {}
+    for cpu in sorted(os.sched_getaffinity(os.getpid())):
+        first.setdefault(_core_of(cpu), cpu)
+    cores = list(first.values())
+    try:
+        os.sched_setaffinity(threading.get_native_id(), {cores[worker % len(cores)]})
+    except OSError:
+        pass
