@@ -117,7 +117,7 @@ class GGUFFile(MappedFile):
         self.tensors: dict[str, GGUFTensor] = {}
         for entry in table:
             self.tensors[entry.name] = self._tensor(entry)
-        check_layout(self.path, [(t.name, t.offset, t.nbytes) for t in self.tensors.values()], self.data_offset, self.size)
+        check_layout(self.path, [(t.name, t.offset, t.nbytes) for t in self.tensors.values()], self.size)
 
     def _read_alignment(self) -> int:
         key = ALIGNMENT
@@ -159,5 +159,3 @@ def _version(path: Any, version: int) -> int:
     if int.from_bytes(version.to_bytes(4, "little"), "big") in (1, 2, 3):
         raise UnsupportedVersionError(path, "a big-endian GGUF file; only little-endian ones are read", offset=4)
     raise UnsupportedVersionError(path, f"GGUF version {version}; versions 1 to 3 are read", offset=4)
-
-

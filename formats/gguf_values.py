@@ -320,12 +320,12 @@ def read_table(cursor: Cursor, count: int, limit: int) -> list[TableEntry]:
     return table
 
 
-def check_layout(path: Any, tensors: list[tuple[str, int, int]], data_start: int, size: int) -> None:
+def check_layout(path: Any, tensors: list[tuple[str, int, int]], size: int) -> None:
     """Holds (name, absolute offset, bytes) of all tensors against the file: inside it, and none over another.
 
     Raises TruncatedError with the bytes that the whole file needs, or TensorError.
     """
-    needs = max((start + nbytes for _, start, nbytes in tensors), default=data_start)
+    needs = max((start + nbytes for _, start, nbytes in tensors), default=0)
     if needs > size:
         name, start, _ = next(t for t in tensors if t[1] + t[2] > size)
         raise TruncatedError(path, needs, size, where=name, offset=start)

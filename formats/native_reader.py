@@ -229,7 +229,7 @@ class NativeFile(MappedFile):
             self._check(entry, shape, name, known[entry.type], sizes[number])
             offset = self.data_offset + entry.offset
             self.tensors[entry.name] = NativeTensor(self, entry.name, shape, name, offset, sizes[number], recorded)
-        check_layout(self.path, [(t.name, t.offset, t.nbytes) for t in self.tensors.values()], self.data_offset, self.size)
+        check_layout(self.path, [(t.name, t.offset, t.nbytes) for t in self.tensors.values()], self.size)
 
     def _check(self, entry: TableEntry, shape: tuple[int, ...], name: str, format: BlockFormat | None, nbytes: int) -> None:
         if entry.offset % layout.PAGE:

@@ -23,9 +23,9 @@ _STORED = {kind: (dtype, width) for dtype, (kind, width) in DTYPES.items()}
 class SafetensorsWriter:
     """Writes one .safetensors file. A context manager: the file appears when the block ends well.
 
-        with SafetensorsWriter("model.safetensors", inputs=[source]) as writer:
-            writer.declare("model.norm.weight", (576,), "bf16")   # every tensor, before the first byte of data
-            writer.write("model.norm.weight", bits)               # in any order
+    with SafetensorsWriter("model.safetensors", inputs=[source]) as writer:
+        writer.declare("model.norm.weight", (576,), "bf16")   # every tensor, before the first byte of data
+        writer.write("model.norm.weight", bits)               # in any order
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class TableWriter(ABC):
     def copy(self, source: TypedValues, keys: Iterable[str] | None = None) -> None:
         """Adds entries of an open file as they are, types and all, without decoding them. Without `keys`, all of them.
 
-        Those that describe the file they come from and not the model are left out: general.alignment, how a .hbf file is laid out.
+        Those that describe the file they come from and not the model are left out: general.alignment, how a .hbf is laid out.
         """
         for key in source if keys is None else keys:
             if key != ALIGNMENT and key not in OWN:
