@@ -1,8 +1,10 @@
 """An engine and a tokenizer without a model, for the tests of what stands around the engine.
 
-Tokens 0 to 255 are bytes; 256 is the end of text, 257 another special token. The "model" recites: after the prompt it says the bytes
-of a script, and then the end of text.
+Tokens 0 to 255 are bytes; 256 is the end of text, 257 another special token. The "model" recites: after the prompt it says the
+bytes of a script, and then the end of text.
 """
+
+import time
 
 import numpy as np
 
@@ -36,20 +38,22 @@ class FakeTokenizer:
         return bytes([id]) if id < 256 else {EOS: b"<eos>", MARK: b"<mark>"}.get(id, b"")
 
     def decode(self, ids, skip_special=True):
-        return b"".join(self.token_bytes(i) for i in ids if i not in self.special_ids or not skip_special).decode("utf-8", "replace")
+        shown = [self.token_bytes(i) for i in ids if i not in self.special_ids or not skip_special]
+        return b"".join(shown).decode("utf-8", "replace")
 
 
 class FakeEngine:
-    """`scripts`: what it answers, one script per answer in turn (the last one again and again); a list holds token ids as they are.
+    """scripts: what it answers, one script per answer in turn (the last one again and again); a list holds token ids.
+    pause: seconds that a step takes.
 
     open: sequences that were opened and not closed. fed: for each answer, the lists of ids it was fed.
     """
 
-    def __init__(self, *scripts, context=64, template=True, noise=0.0):
+    def __init__(self, *scripts, context=64, template=True, noise=0.0, pause=0.0):
         self.tokenizer, self.context = FakeTokenizer(), context
         self.template = "fake" if template else None
         self.scripts = [list(s.encode()) if isinstance(s, str) else list(s) for s in scripts]
-        self.noise = noise
+        self.noise, self.pause = noise, pause
         self.open, self.fed, self.hook = set(), [], None
 
     def __enter__(self):
@@ -74,6 +78,7 @@ class FakeEngine:
         assert sequence in self.open, "a step on a sequence that is closed"
         if self.hook is not None:
             self.hook(sequence, token_ids)
+        time.sleep(self.pause)
         fed = self.fed[sequence]
         fed.append(list(token_ids))
         said = sum(1 for ids in fed if len(ids) == 1 and ids is not fed[0])

@@ -98,7 +98,8 @@ def test_an_empty_prompt_is_an_error():
 def test_long_prompts_go_in_chunks(monkeypatch):
     monkeypatch.setattr(generation, "CHUNK", 4)
     engine, calls = FakeEngine("Hello"), []
-    assert "".join(p.text for p in generate(engine, [65] * 10, progress=lambda done, total: calls.append((done, total)))) == "Hello"
+    pieces = generate(engine, [65] * 10, progress=lambda done, total: calls.append((done, total)))
+    assert "".join(p.text for p in pieces) == "Hello"
     assert [len(ids) for ids in engine.fed[0][:3]] == [4, 4, 2]
     assert calls == [(0, 10), (4, 10), (8, 10)]
 
