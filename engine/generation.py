@@ -137,12 +137,71 @@ def _check_prompt(length: int, context: int) -> None:
 class Stepper(Protocol):
     """What `generate` needs of an engine."""
 
-    tokenizer: Any
-    context: int
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def context(self) -> int: ...
 
-    def open_sequence(self) -> Any: ...
-    def next_logits(self, sequence: Any, token_ids: Sequence[int]) -> np.ndarray: ...
-    def close_sequence(self, sequence: Any) -> None: ...
+    def open_sequence(self) -> Any:
+        """An empty sequence of the KV cache."""
+
+    def next_logits(self, sequence: Any, token_ids: Sequence[int]) -> np.ndarray:
+        """Puts ids behind a sequence and gives the logits after the last: float32[vocabulary]."""
+
+    def truncate_sequence(self, sequence: Any, length: int) -> None:
+        """Forgets all but the first `length` tokens of a sequence."""
+
+    def close_sequence(self, sequence: Any) -> None:
+        """Frees a sequence."""
+
+
+class Memory:
+    """A sequence that outlives an answer: the next prompt is computed only from where it differs from what was there.
+
+    A chat sends its whole conversation each turn; with this a turn costs what it adds. The answers are the same, bit for bit,
+    because logits do not depend on how a prompt came to the model.
+
+    reused: how many tokens of the last prompt were there already.
+    """
+
+    def __init__(self, engine: Stepper):
+        self._engine = engine
+        self._sequence: Any = None
+        self._ids: list[int] = []
+        self.reused = 0
+
+    def begin(self, prompt_ids: list[int]) -> list[int]:
+        """Makes the sequence a beginning of the prompt; the ids that are still to be fed (at least one)."""
+        if self._sequence is None:
+            self._sequence, self._ids = self._engine.open_sequence(), []
+        self.reused = common_prefix(self._ids, prompt_ids[:-1])
+        if self.reused < len(self._ids):
+            self._engine.truncate_sequence(self._sequence, self.reused)
+            del self._ids[self.reused :]
+        return prompt_ids[self.reused :]
+
+    def next_logits(self, ids: list[int]) -> np.ndarray:
+        try:
+            logits = self._engine.next_logits(self._sequence, ids)
+        except BaseException:
+            self.close()  # nobody knows how far the step came
+            raise
+        self._ids += ids
+        return logits
+
+    def close(self) -> None:
+        """Frees the sequence. The memory can be used again; it is empty then."""
+        if self._sequence is not None:
+            sequence, self._sequence, self._ids = self._sequence, None, []
+            self._engine.close_sequence(sequence)
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids two lists have in common at their beginning."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(i for i in range(shorter) if a[i] != b[i])
 
 
 def generate(
@@ -162,19 +221,26 @@ def generate(
     return run(engine, state, progress)
 
 
-def run(engine: Stepper, state: GenerationState, progress: Callable[[int, int], None] | None = None) -> Iterator[Piece]:
-    """The loop of `generate` over a state that the caller keeps (for its seed, its ids, what matched)."""
+def run(
+    engine: Stepper,
+    state: GenerationState,
+    progress: Callable[[int, int], None] | None = None,
+    memory: Memory | None = None,
+) -> Iterator[Piece]:
+    """The loop of `generate` over a state that the caller keeps (for its seed, its ids, what matched), and perhaps a memory."""
     if state.finish_reason is not None:
         yield Piece(finish_reason=state.finish_reason)
         return
-    sequence = engine.open_sequence()
+    own = memory or Memory(engine)
     try:
+        feed = own.begin(state.prompt_ids)
         while state.finish_reason is None:
-            feed = state.feed
             for start in range(0, len(feed), CHUNK):
-                if progress is not None and feed is state.prompt_ids:
-                    progress(start, len(feed))
-                logits = engine.next_logits(sequence, feed[start : start + CHUNK])
+                if progress is not None and state.feed is state.prompt_ids:
+                    progress(len(state.prompt_ids) - len(feed) + start, len(state.prompt_ids))
+                logits = own.next_logits(feed[start : start + CHUNK])
             yield state.push(logits)
+            feed = state.feed
     finally:
-        engine.close_sequence(sequence)
+        if memory is None:
+            own.close()

@@ -46,7 +46,8 @@ class FakeEngine:
     """scripts: what it answers, one script per answer in turn (the last one again and again); a list holds token ids.
     pause: seconds that a step takes.
 
-    open: sequences that were opened and not closed. fed: for each answer, the lists of ids it was fed.
+    open: sequences that were opened and not closed. For each answer, fed: the lists of ids that came for it; prompts: all that
+    the sequence held when the answer began.
     """
 
     def __init__(self, *scripts, context=64, template=True, noise=0.0, pause=0.0):
@@ -54,7 +55,7 @@ class FakeEngine:
         self.template = "fake" if template else None
         self.scripts = [list(s.encode()) if isinstance(s, str) else list(s) for s in scripts]
         self.noise, self.pause = noise, pause
-        self.open, self.fed, self.hook = set(), [], None
+        self.open, self.fed, self.prompts, self.hook = {}, [], [], None
 
     def __enter__(self):
         return self
@@ -66,25 +67,45 @@ class FakeEngine:
         return self.tokenizer.encode("".join(f"{m['role'][0]}:{m['content']}\n" for m in messages) + "a:")
 
     def open_sequence(self):
-        sequence = len(self.fed)
-        self.fed.append([])
-        self.open.add(sequence)
+        sequence = _Sequence()
+        self.open[id(sequence)] = sequence
         return sequence
 
     def close_sequence(self, sequence):
-        self.open.remove(sequence)
+        del self.open[id(sequence)]
+
+    def truncate_sequence(self, sequence, length):
+        assert id(sequence) in self.open and length <= len(sequence.ids)
+        del sequence.ids[length:]
+        sequence.said = None
 
     def next_logits(self, sequence, token_ids):
-        assert sequence in self.open, "a step on a sequence that is closed"
+        assert id(sequence) in self.open, "a step on a sequence that is closed"
         if self.hook is not None:
             self.hook(sequence, token_ids)
         time.sleep(self.pause)
-        fed = self.fed[sequence]
-        fed.append(list(token_ids))
-        said = sum(1 for ids in fed if len(ids) == 1 and ids is not fed[0])
-        script = self.scripts[min(sequence, len(self.scripts) - 1)]
+        if sequence.said is not None and list(token_ids) == [sequence.next]:
+            sequence.said += 1
+        elif sequence.said is None or sequence.said > 0:  # not another part of the same prompt: a new answer
+            sequence.said, sequence.answer = 0, len(self.fed)
+            self.fed.append([])
+            self.prompts.append(b"")
+        self.fed[sequence.answer].append(list(token_ids))
+        sequence.ids += token_ids
+        assert len(sequence.ids) <= self.context
+        if sequence.said == 0:
+            self.prompts[sequence.answer] = bytes(i for i in sequence.ids if i < 256)
+        script = self.scripts[min(sequence.answer, len(self.scripts) - 1)]
         logits = np.full(VOCABULARY, -10.0, np.float32)
         if self.noise:
-            logits += np.random.default_rng(said).normal(0, self.noise, VOCABULARY).astype(np.float32)
-        logits[script[said] if said < len(script) else EOS] = 10.0
+            logits += np.random.default_rng(sequence.said).normal(0, self.noise, VOCABULARY).astype(np.float32)
+        sequence.next = script[sequence.said] if sequence.said < len(script) else EOS
+        logits[sequence.next] = 10.0
         return logits
+
+
+class _Sequence:
+    """ids: what it holds. said: tokens of the answer so far, or None before a prompt. next: what the model would say."""
+
+    def __init__(self):
+        self.ids, self.said, self.answer, self.next = [], None, -1, -1

@@ -32,7 +32,7 @@ def run(engine, prompt=PROMPT, **params):
 def test_an_answer_until_the_end_of_text():
     engine = FakeEngine("Hello, world")
     assert run(engine) == ("Hello, world", list(b"Hello, world"), "stop")
-    assert engine.fed[0][0] == PROMPT
+    assert engine.fed[0][0] == PROMPT and engine.prompts == [b"Hi"]
     assert engine.fed[0][1:] == [[b] for b in b"Hello, world"]
 
 
@@ -216,6 +216,53 @@ def test_many_states_in_one_loop_give_what_each_gives_alone():
     assert texts == ["first ", "2nd", "the third one"]
     with pytest.raises(RuntimeError, match="over"):
         states[0].push(np.zeros(fakes.VOCABULARY, np.float32))
+
+
+def test_a_memory_computes_only_what_is_new():
+    engine = FakeEngine("one", "two", "six", "ten", context=200)
+    memory = generation.Memory(engine)
+
+    def answer(prompt):
+        state = GenerationState(engine.tokenizer, list(prompt), SamplingParams(), engine.context)
+        return "".join(p.text for p in generation.run(engine, state, memory=memory))
+
+    assert answer(b"first?") == "one" and memory.reused == 0
+    assert answer(b"first?one, second?") == "two" and memory.reused == len(b"first?one")  # goes on
+    assert answer(b"first?one, third?") == "six" and memory.reused == len(b"first?one, ")  # branches off
+    assert answer(b"first?one") == "ten" and memory.reused == len(b"first?on")  # a beginning of it: one token is fed
+    assert engine.prompts == [b"first?", b"first?one, second?", b"first?one, third?", b"first?one"]
+    assert [feeds[0] for feeds in engine.fed] == [list(b"first?"), list(b", second?"), list(b"third?"), list(b"e")]
+    assert len(engine.open) == 1
+    memory.close()
+    memory.close()
+    assert not engine.open
+
+
+def test_a_memory_forgets_all_after_an_error_in_a_step():
+    engine = FakeEngine("one", "two", context=200)
+    memory = generation.Memory(engine)
+
+    def answer(prompt):
+        state = GenerationState(engine.tokenizer, list(prompt), SamplingParams(), engine.context)
+        return "".join(p.text for p in generation.run(engine, state, memory=memory))
+
+    def fail(sequence, ids):
+        if ids == [110]:
+            raise MemoryError
+
+    engine.hook = fail
+    with pytest.raises(MemoryError):
+        answer(b"first?")
+    assert not engine.open
+    engine.hook = None
+    assert answer(b"first?") == "two" and memory.reused == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
+def test_common_prefix(a, b):
+    n = generation.common_prefix(a, b)
+    assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])
 
 
 def test_closing_frees_the_sequence():

@@ -47,7 +47,7 @@ def run(monkeypatch, capsys):
 def test_one_answer_and_nothing_else(run):
     engine = FakeEngine("Hello, world")
     assert run("Hi there", engine=engine) == (0, "Hello, world\n", "")
-    assert bytes(engine.fed[0][0]) == b"u:Hi there\na:"
+    assert engine.prompts[0] == b"u:Hi there\na:"
     assert engine.closed and not engine.open
 
 
@@ -58,26 +58,26 @@ def test_the_answers_own_line_end_is_enough(run):
 def test_system_message_goes_first(run):
     engine = FakeEngine("x")
     run("Hi", "--system", "Be brief.", engine=engine)
-    assert bytes(engine.fed[0][0]) == b"s:Be brief.\nu:Hi\na:"
+    assert engine.prompts[0] == b"s:Be brief.\nu:Hi\na:"
 
 
 def test_prompt_from_stdin(run):
     for arguments in ((), ("-",)):
         engine = FakeEngine("x")
         assert run(*arguments, stdin="two\nlines\n", engine=engine)[0] == 0
-        assert bytes(engine.fed[0][0]) == b"u:two\nlines\na:"
+        assert engine.prompts[0] == b"u:two\nlines\na:"
 
 
 def test_stdin_is_left_alone_when_there_is_a_prompt(run):
     engine = FakeEngine("x")
     run("Hi", stdin="not read", engine=engine)
-    assert bytes(engine.fed[0][0]) == b"u:Hi\na:"
+    assert engine.prompts[0] == b"u:Hi\na:"
 
 
 def test_bytes_on_stdin_that_are_no_text_do_not_matter(run):
     engine = FakeEngine("x")
     assert run(stdin=b"a\xff\x00b\r\n", engine=engine)[0] == 0
-    assert bytes(engine.fed[0][0]).decode() == "u:a\ufffd\x00b\na:"
+    assert engine.prompts[0].decode() == "u:a\ufffd\x00b\na:"
 
 
 def test_raw_has_no_template(run):
@@ -335,8 +335,11 @@ def ask(talk, question, **options):
 def test_a_conversation_remembers():
     talk = conversation("one", "two", system="S")
     assert (ask(talk, "1?"), ask(talk, "2?")) == ("one", "two")
-    assert bytes(talk.engine.fed[1][0]) == b"s:S\nu:1?\na:one\nu:2?\na:"
+    assert talk.engine.prompts[1] == b"s:S\nu:1?\na:one\nu:2?\na:"
     assert talk.last.tokens == 3 and talk.last.reason == "stop" and talk.total.tokens == 6
+    assert talk.engine.fed[1][0] == list(b"\nu:2?\na:"), "only what is new is computed"
+    assert len(talk.engine.open) == 1
+    talk.close()
     assert not talk.engine.open
 
 
@@ -344,7 +347,7 @@ def test_the_oldest_turns_go_when_the_context_fills():
     talk = conversation("a" * 20, context=100, system="S")
     for n in range(6):
         assert ask(talk, f"question {n}") == "a" * 20
-        prompt = bytes(talk.engine.fed[n][0])
+        prompt = talk.engine.prompts[n]
         assert prompt.startswith(b"s:S\nu:question ") and prompt.endswith(f"u:question {n}\na:".encode())
         assert len(prompt) + 25 <= 100, "a quarter of the context is kept for the answer"
     assert talk.forgotten == 1
@@ -373,9 +376,8 @@ def test_stopping_keeps_what_was_said():
     for text in talk.ask("1?", lambda: len(shown) >= 3):
         shown.append(text)
     assert talk.messages[-1] == {"role": "assistant", "content": "abc"} and talk.last.reason is None
-    assert not talk.engine.open
     ask(talk, "2?")
-    assert bytes(talk.engine.fed[1][0]) == b"u:1?\na:abc\nu:2?\na:"
+    assert talk.engine.prompts[1] == b"u:1?\na:abc\nu:2?\na:"
 
 
 def test_closing_keeps_what_was_said():
@@ -383,13 +385,13 @@ def test_closing_keeps_what_was_said():
     pieces = talk.ask("1?")
     next(pieces), next(pieces)
     pieces.close()
-    assert talk.messages[-1]["content"] == "ab" and not talk.engine.open
+    assert talk.messages[-1]["content"] == "ab"
 
 
 def test_stopping_before_anything_was_said_takes_the_question_back():
     talk = conversation("abc")
     assert ask(talk, "1?", stop=lambda: True) == ""
-    assert talk.messages == [] and not talk.engine.open
+    assert talk.messages == []
 
 
 # --- slash commands -------------------------------------------------------------------------------------------------------------
@@ -451,7 +453,7 @@ def test_stats_and_exit():
     commands = Commands(conversation("one"))
     assert "nothing" in commands.run("/stats")
     ask(commands.conversation, "1?")
-    assert "7 tokens in, 3 out" in commands.run("/stats")
+    assert "7 tokens in (0 from before), 3 out" in commands.run("/stats")
     assert not commands.done
     commands.run("/exit")
     assert commands.done
@@ -466,7 +468,7 @@ def test_save_and_load(tmp_path):
     assert "1 turn" in second.run(f"/load {file}")
     assert second.conversation.to_json() == first.conversation.to_json() | {"model": ""}
     ask(second.conversation, "2?")
-    assert bytes(second.conversation.engine.fed[0][0]).decode() == "s:S\nu:1? é\na:one\nu:2?\na:"
+    assert second.conversation.engine.prompts[0].decode() == "s:S\nu:1? é\na:one\nu:2?\na:"
     second.run(f"/save {file}")  # a chat may be saved over a chat
     assert len(json.loads(file.read_text("utf-8"))["messages"]) == 4
     assert os.listdir(tmp_path) == ["chat.json"], "nothing is left beside it"

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.generation import GenerationState, run
+from ..engine.generation import GenerationState, Memory, run
 from ..engine.sampler import SamplingParams
 from ..quant.errors import HalfbyteError
 from .console import print_error, safe_text
@@ -45,9 +45,10 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Stats:
-    """What an answer took. Times in seconds; `cached` counts the prompt's tokens that were there from the turn before."""
+    """What an answer took. Times in seconds; `reused`: tokens of the prompt that were computed in an earlier turn."""
 
     prompt_tokens: int = 0
+    reused: int = 0
     tokens: int = 0
     first_token: float = 0.0
     decode: float = 0.0
@@ -72,6 +73,7 @@ class Conversation:
         self.forgotten = 0
         self.last = Stats()
         self.total = Stats()
+        self._memory = Memory(engine)
 
     def ask(self, question: str, stop: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """The answer to a question, as it is made. `stop` is asked between tokens, and between parts of a long prompt.
@@ -85,6 +87,10 @@ class Conversation:
 
     def reset(self) -> None:
         self.messages.clear()
+
+    def close(self) -> None:
+        """Frees what the conversation holds of the KV cache."""
+        self._memory.close()
 
     def to_json(self) -> dict[str, Any]:
         """What /save keeps."""
@@ -140,7 +146,7 @@ class Conversation:
         said: list[str] = []
         start = first = time.perf_counter()
         try:
-            for piece in run(self.engine, state, check):
+            for piece in run(self.engine, state, check, self._memory):
                 if not said:
                     first = time.perf_counter()
                 stats.tokens += len(piece.ids)
@@ -153,7 +159,7 @@ class Conversation:
             pass
         finally:
             stats.first_token, stats.decode = first - start, time.perf_counter() - first
-            stats.reason = state.finish_reason
+            stats.reason, stats.reused = state.finish_reason, self._memory.reused
             self.last = stats
             self.total.prompt_tokens += stats.prompt_tokens
             self.total.tokens += stats.tokens
@@ -236,7 +242,8 @@ class Commands:
         speed = f"{last.speed:.1f} tokens/s" if last.speed else "too short to say how fast"
         turns = len(self.conversation.messages) // 2
         return (
-            f"last answer    {last.prompt_tokens} tokens in, {last.tokens} out, first after {last.first_token:.2f} s, {speed}\n"
+            f"last answer    {last.prompt_tokens} tokens in ({last.reused} from before), {last.tokens} out, {speed}\n"
+            f"first token    after {last.first_token:.2f} s\n"
             f"whole chat     {total.prompt_tokens} tokens in, {total.tokens} out, {turns} turns kept\n"
             f"context        {last.prompt_tokens + last.tokens} of {engine.context} tokens"
         )
@@ -337,23 +344,29 @@ def chat(engine: Engine, params: SamplingParams, system: str | None = None, name
     commands = Commands(conversation)
     ask = _reader()
     _note("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves")
-    while not commands.done:
-        try:
-            line = ask()
-        except KeyboardInterrupt:
-            continue
-        except EOFError:
-            break
-        try:
-            if line.startswith("/") and not line.startswith("//"):
-                shown = commands.run(line)
-                if shown:
-                    _note(safe_text(shown))
-            elif line.strip():
-                _turn(conversation, line[1:] if line.startswith("//") else line)
-        except HalfbyteError as error:
-            print_error(error)
+    try:
+        while not commands.done:
+            try:
+                _line(commands, ask())
+            except KeyboardInterrupt:
+                continue
+            except EOFError:
+                break
+            except HalfbyteError as error:
+                print_error(error)
+    finally:
+        conversation.close()
     return 0
+
+
+def _line(commands: Commands, line: str) -> None:
+    """Does what a line says: a command, or a question."""
+    if line.startswith("/") and not line.startswith("//"):
+        shown = commands.run(line)
+        if shown:
+            _note(safe_text(shown))
+    elif line.strip():
+        _turn(commands.conversation, line[1:] if line.startswith("//") else line)
 
 
 def _turn(conversation: Conversation, question: str) -> None:
