@@ -93,6 +93,10 @@ class Engine:
         """float32[vocabulary]: the logits after the last of these tokens, which follow what the sequence holds. Valid until the next step."""
         return self.model.step([Work(sequence, token_ids)])[0]
 
+    def truncate_sequence(self, sequence: Sequence, length: int) -> None:
+        """Forgets all but the first `length` tokens of a sequence; whole pages behind them are free at once."""
+        self.model.cache.truncate(sequence, length)
+
     def close_sequence(self, sequence: Sequence) -> None:
         """Frees a sequence's pages of the KV cache."""
         self.model.release(sequence)
