@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from ..formats.errors import printable, some
 from ..quant.errors import HalfbyteError
@@ -28,8 +28,8 @@ Message = Mapping[str, Any]
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _MARKS = "\ufdd0", "\ufdd1"
 """Noncharacters that stand around user text that spells a special token while it goes through a template."""
-_TAIL = "\ufdd2"
-"""Stands behind the text that the model is to continue."""
+_TAIL = "\ufdd2 "
+"""Stands behind the text that the model is to continue. Its space shows whether the template trims texts."""
 _PROBE = "b1c2d3"
 _LOOPS_OVER_CONTENT = re.compile(r"\bfor\s+[\w\s,]+\s+in\s+[^%}]*content")
 
@@ -187,7 +187,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """{% generation %} … {% endgeneration %} marks what the assistant wrote, for training; here it is just its content."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags = {"generation"}  # noqa: RUF012  (the base class wants it so)
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -297,10 +297,10 @@ def _tag_last(conversation: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_tag(text: str) -> str:
-    at = text.rfind(_TAIL)
-    if at < 0:
+    before, tag, behind = text.rpartition(_TAIL[0])
+    if not tag:
         raise TemplateError("chat template: it leaves out the last message, so the model cannot continue it")
-    return text[:at].replace(_TAIL, "")
+    return before if behind.startswith(_TAIL[1]) else before.rstrip()
 
 
 # Special tokens inside messages

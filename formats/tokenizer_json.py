@@ -229,7 +229,7 @@ def _numbers(keys: Mapping[str, Any], key: str, count: int, default: int | None 
     values = _array(keys, key)
     if len(values) != count:
         raise TokenizerError(f"{key}: has {len(values)} entries for {count} tokens")
-    numbers = values.tolist() if hasattr(values, "tolist") else list(values)
+    numbers = values.tolist() if hasattr(values, "tolist") else [v.item() if hasattr(v, "item") else v for v in values]
     for i, number in enumerate(numbers):
         if not isinstance(number, (int, float)) or number != number:
             raise TokenizerError(f"{key}: entry {i} is {printable(number, 60)}, not a number")
