@@ -20,7 +20,7 @@ from .hbf_checkpoint import TOKENIZER_CONFIG
 from .native_layout import TOKENIZER
 from .native_writer import NativeWriter
 from .recipe import F16_MAX, Choice, Recipe, RecipeError, method_of, needs_range
-from .stream import Job, default_threads, streams
+from .stream import Job, Measure, block_numbers, default_threads, streams
 from .tensor import Tensor, block_format
 
 _BLOCK = 1 << 22
@@ -125,14 +125,11 @@ def convert(
                 jobs,
                 strict=True,
             ):
-                name, form = job.tensor.name, get_format(job.format)
+                name = job.tensor.name
                 writer.write(name, stream.pieces)
-                method = "kept" if job.kept else job.method or ""
-                writer.record(name, cosine=stream.measure.cosine, nmse=stream.measure.nmse, method=method)
-                vector = job.tensor.vector
-                nbytes = 4 * job.tensor.size if vector else form.tiles_nbytes(job.tensor.shape[-2], job.tensor.columns)
-                nbytes *= 1 if vector else job.tensor.rows // job.tensor.shape[-2]
-                result.tensors.append(tensor_result(job, choice, stream.measure, nbytes))
+                done = tensor_result(job, choice, stream.measure, stream.nbytes)
+                writer.record(name, cosine=done.cosine, nmse=done.nmse, method=done.method)
+                result.tensors.append(done)
             for key, value in source_keys(checkpoint, digests.result()).items():
                 writer.add(key, value)
         except BaseException:
@@ -154,12 +151,18 @@ def plan(tensor: Tensor, recipe: Recipe) -> tuple[Job, Choice]:
 
 def beyond_f16(tensor: Tensor) -> bool:
     """True if a finite weight is too large for f16."""
+    form = block_format(tensor.format)
     step = max(1, (1 << 20) // max(1, tensor.columns))
     for start in range(0, tensor.rows, step):
-        weights = np.abs(tensor.float32(slice(start, start + step)))
+        rows = slice(start, min(start + step, tensor.rows))
+        blocks = tensor.blocks(rows)
+        numbers = block_numbers(blocks, form) if blocks is not None and form is not None else None
+        if numbers is not None and bool((np.abs(numbers.astype(np.float32)) < F16_MAX / 512).all()):
+            continue  # codes have at most 8 bits
+        weights = np.abs(tensor.float32(rows))
         if bool((weights[np.isfinite(weights)] > F16_MAX).any()):
             return True
-        tensor.release(slice(start, min(start + step, tensor.rows)))
+        tensor.release(rows)
     return False
 
 
@@ -183,10 +186,11 @@ def usable(checkpoint: Checkpoint) -> tuple[list[Tensor], dict[str, str]]:
     return kept, left_out
 
 
-def tensor_result(job: Job, choice: Choice, measure: Any, nbytes: int) -> TensorResult:
-    """The record of a job that is done."""
+def tensor_result(job: Job, choice: Choice, measure: Measure, nbytes: int) -> TensorResult:
+    """The record of a job that is done. What was measured when kept blocks were made stays with them."""
     tensor, form = job.tensor, block_format(job.format)
     missing = 0 if tensor.vector or form is None or job.layout != "tiles" else -tensor.columns % form.block_columns
+    before = tensor.recorded if job.kept and tensor.recorded.get("cosine") is not None else {}
     return TensorResult(
         tensor.name,
         tensor.shape,
@@ -194,10 +198,10 @@ def tensor_result(job: Job, choice: Choice, measure: Any, nbytes: int) -> Tensor
         tensor.format,
         nbytes,
         choice.reason,
-        "kept" if job.kept else job.method or "",
+        before.get("method") or ("kept" if job.kept else job.method or ""),
         job.kept,
-        measure.cosine,
-        measure.nmse,
+        before.get("cosine", measure.cosine),
+        before.get("nmse", measure.nmse) or 0.0,
         measure.replaced,
         tensor.columns + missing if missing else 0,
     )

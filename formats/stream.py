@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..quant.block import ROWS, BlockFormat, get_format
-from ..quant.scales import check_finite, replace_nonfinite
+from ..quant.layout import join_block, split_block
+from ..quant.scaled import ScaledIntegers
+from ..quant.scales import AbsoluteMax, Affine, check_finite, replace_nonfinite
 from .family import interleave_order
 from .tensor import Tensor
 
@@ -27,9 +29,10 @@ CHUNK = 1 << 20
 class Job:
     """What is to become of one tensor.
 
-    format      a block format's name, or for plain output (layout "rows") "f32", "f16", "bf16"
-    kept        the source's blocks are kept bit for bit
+    format      the block format of the output
+    kept        the source's blocks are kept bit for bit, or, if `format` is another one, in wider codes with the same values
     method      how scales are chosen
+    through     a block format that weights are quantized to and back before they are written as `format`
     layout      "tiles" (kernel order), "rows" (one row after another, as GGUF and safetensors have them)
     heads       > 0: rows go from the half order of rotary pairs to the interleaved one, in that many heads
     """
@@ -40,6 +43,7 @@ class Job:
     method: str | None = None
     layout: str = "tiles"
     heads: int = 0
+    through: str | None = None
 
 
 @dataclass
@@ -79,11 +83,12 @@ class Measure:
 
 @dataclass
 class Stream:
-    """One tensor on its way: iterate over `pieces` (uint8 arrays, in order), then read `measure`."""
+    """One tensor on its way: iterate over `pieces` (arrays whose bytes follow each other), then read `measure` and `nbytes`."""
 
     job: Job
     pieces: Iterator[np.ndarray]
     measure: Measure = field(default_factory=Measure)
+    nbytes: int = 0
 
 
 def default_threads() -> int:
@@ -118,6 +123,7 @@ def streams(
                 fill()
                 data, measure, nbytes = queue.popleft().result()
                 stream.measure.add(measure)
+                stream.nbytes += data.nbytes
                 advance(nbytes)
                 yield data
             stream.job.tensor.release()
@@ -159,12 +165,14 @@ def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, M
     if job.heads:
         size = tensor.rows // job.heads
         order = interleave_order((rows.stop - rows.start) // size, rows.stop - rows.start)
-    blocks = kept_blocks(tensor, rows, form) if job.kept else None
-    if blocks is not None:
-        measure = Measure()
-    else:
+    blocks, measure = _kept_blocks(tensor, rows, form) if job.kept else None, Measure()
+    if blocks is None:
         weights, measure = finite(tensor, rows, allow_nonfinite)
-        blocks = form.encode(weights, method=job.method)
+        values, method = weights, job.method
+        if job.through is not None:
+            middle, method = get_format(job.through), None
+            values = middle.decode(middle.encode(weights, method=job.method), tensor.columns)
+        blocks = form.encode(values, method=method)
         _measure(measure, weights, form.decode(blocks, tensor.columns))
     if order is not None:
         blocks = blocks[order]
@@ -178,17 +186,41 @@ def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, M
     return data, measure, share
 
 
-def kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat) -> np.ndarray | None:
-    """The source's own blocks; None if a weight in them is not finite, which the caller then has to look at."""
-    blocks = tensor.blocks(rows)
+def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat) -> np.ndarray | None:
+    """The source's own blocks as blocks of `form`; None if a weight in them is not finite, which the caller then has to look at."""
+    blocks, source = tensor.blocks(rows), get_format(tensor.format)
     assert blocks is not None
-    if not form.integers:
-        sound = bool(np.isfinite(form.decode(blocks, tensor.columns)).all())
-    else:
-        # Codes are finite whatever they are; a block begins with its f16 scale, and its minimum if it has one.
-        numbers = np.ascontiguousarray(blocks[..., : 2 * getattr(form, "numbers", 0)]).view("<f2")
-        sound = bool(np.isfinite(numbers).all())
-    return blocks if sound else None
+    numbers = block_numbers(blocks, source)
+    sound = np.isfinite(source.decode(blocks, tensor.columns) if numbers is None else numbers).all()
+    if not sound:
+        return None
+    return blocks if source is form else widen(blocks, source, form)
+
+
+def block_numbers(blocks: np.ndarray, form: BlockFormat) -> np.ndarray | None:
+    """f16[..., n]: the scales (and minima) at the beginning of blocks; None if the format is of another make.
+
+    Codes are finite whatever they are, so these decide whether weights are.
+    """
+    if not isinstance(form, ScaledIntegers):
+        return None
+    return np.ascontiguousarray(blocks[..., : 2 * form.numbers]).view("<f2")
+
+
+def can_widen(source: BlockFormat, form: BlockFormat) -> bool:
+    """True if every block of `source` has a block of `form` with exactly the same values: the same scale, codes of more bits."""
+    if not isinstance(source, ScaledIntegers) or not isinstance(form, ScaledIntegers):
+        return False
+    old, new = source.grid, form.grid
+    return not isinstance(old, Affine) and isinstance(new, AbsoluteMax) and old.bits < new.bits
+
+
+def widen(blocks: np.ndarray, source: BlockFormat, form: BlockFormat) -> np.ndarray:
+    """uint8[rows, blocks, block_bytes] of `source` -> of `form`, the same values bit for bit. See `can_widen`."""
+    assert isinstance(source, ScaledIntegers) and isinstance(form, ScaledIntegers)
+    assert not isinstance(source.grid, Affine) and not isinstance(form.grid, Affine)
+    scale, codes = split_block(blocks, source.numbers, source.parts)
+    return join_block(scale, codes + np.uint8(form.grid.bias - source.grid.bias), form.parts)
 
 
 def _vector(job: Job, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:
