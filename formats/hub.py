@@ -28,8 +28,8 @@ def fetch_model(name: str, tell: Callable[[str], None] = lambda text: None) -> P
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
-        HFValidationError,
         HfHubHTTPError,
+        HFValidationError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,

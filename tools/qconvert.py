@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Optional
 
@@ -34,7 +34,7 @@ Examples:
 """
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What can be written."""
 
     hbf = "hbf"
