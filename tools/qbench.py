@@ -1,0 +1,92 @@
+"""qbench: how fast a model runs here.
+
+    qbench model.hbf                       512 tokens of prefill, 128 of decode, three times
+    qbench model.hbf -p 0 -n 64 -t 1       decode only, one thread
+    qbench model.hbf --json                one JSON object
+
+Decode is the whole loop with sampler and detokenizer. Beside it stands the speed of a pure read of memory, measured in the same minute
+with the same threads: a large model cannot be decoded faster than its weights can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .console import UsageError, run
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (qbench --help shows the options)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of qbench."""
+    parser = _Parser(
+        prog="qbench",
+        description="Measure prefill and decode speed of a model, and the speed of memory beside it.",
+        epilog="examples: qbench model.hbf | qbench model.hbf -p 0 -n 64 -t 1 | qbench model.gguf --json",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a .hbf or .gguf file, a folder with safetensors, a hub name, or smollm2")
+    add("-p", "--prompt", metavar="N", type=int, default=512, help="tokens of prefill (default 512; 0: none)")
+    add("-n", "--tokens", metavar="N", type=int, default=128, help="tokens of decode (default 128; 0: none)")
+    add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
+    add("-r", "--repetitions", metavar="N", type=int, default=3, help="how often each is measured (default 3)")
+    add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: returns its exit status. Errors become one line on stderr."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    arguments = parser().parse_args(argv)
+    for option, least in (("prompt", 0), ("tokens", 0), ("repetitions", 1)):
+        if not least <= getattr(arguments, option) <= 1 << 20:
+            raise UsageError(f"--{option} must be between {least} and {1 << 20}, not {getattr(arguments, option)}")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from ..engine.benchmark import benchmark
+    from ..engine.engine import Engine
+    from ..formats.sources import resolve_source
+
+    path = resolve_source(arguments.model)
+    context = max(arguments.prompt, arguments.tokens + 2, 64)
+    with Engine(path, compute=arguments.compute, threads=arguments.threads, context=context) as engine:
+        result = benchmark(engine, arguments.prompt, arguments.tokens, arguments.repetitions)
+    if arguments.json:
+        print(
+            json.dumps(
+                {
+                    "model": os.fspath(path),
+                    "threads": result.threads,
+                    "compute": arguments.compute,
+                    "prefill_tok_s": result.prefill_tok_s,
+                    "decode_tok_s": result.decode_tok_s,
+                    "weight_bytes_per_token": result.weight_bytes_per_token,
+                    "memory_read_gb_s": result.memory_read_gb_s,
+                    "share_of_memory_limit": result.share_of_memory_limit,
+                }
+            )
+        )
+        return 0
+    spread = lambda values: f"{sorted(values)[len(values) // 2]:9.1f}   ({min(values):.1f} - {max(values):.1f})" if values else "        -"  # noqa: E731
+    print(f"{path}, {result.threads} threads, {arguments.compute} activations")
+    print(f"  prefill {arguments.prompt:5} tokens   {spread(result.prefill_tok_s)} tokens/s")
+    print(f"  decode  {arguments.tokens:5} tokens   {spread(result.decode_tok_s)} tokens/s")
+    print(f"  weights read per token {result.weight_bytes_per_token / 1e6:9.1f} MB")
+    print(f"  memory, pure read      {result.memory_read_gb_s:9.1f} GB/s; decode uses {result.share_of_memory_limit:.0%} of it")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
