@@ -78,6 +78,21 @@ class TensorMeter:
         row, block = divmod(int(np.where(np.isnan(blocks), np.inf, blocks).argmax()), blocks.shape[1])
         self.note_worst(first + row, block, float(blocks[row, block]), min(BLOCK, columns - block * BLOCK))
 
+    def add_sums(self, rows: int, columns: int, sums: np.ndarray) -> None:
+        """The next rows by sums that a kernel made: float64[groups, 8] over groups of rows, see encode_kernel.FIELDS."""
+        groups = sums.shape[0]
+        first, self._rows, self.count = self._rows, self._rows + rows, self.count + rows * columns
+        if groups == 0:
+            return
+        # From the error, not from the values: a cosine of 0.99998 needs more digits than float32 sums of products have.
+        energy, cross, error_energy = (float(v) for v in sums[:, :3].sum(axis=0))
+        self.reference_energy, self.error_energy = self.reference_energy + energy, self.error_energy + error_energy
+        self.dot, self.energy = self.dot + energy + cross, self.energy + energy + 2 * cross + error_energy
+        self.max_error = max(self.max_error, float(sums[:, 4].max()))
+        group = int(sums[:, 5].argmax())
+        row, block = first + rows // groups * group + int(sums[group, 6]), int(sums[group, 7])
+        self.note_worst(row, block, float(sums[group, 5]), min(BLOCK, columns - block * BLOCK))
+
     def note_worst(self, row: int, block: int, error_energy: float, columns: int) -> None:
         """Takes a block as the worst so far if its sum of squared errors is larger than that of the one before."""
         if math.isnan(self._worst) or not (error_energy > self._worst or math.isnan(error_energy)):

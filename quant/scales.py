@@ -91,6 +91,11 @@ class SignedMax:
         """The levels that a search lets the largest weight fall on."""
         return self.levels
 
+    @property
+    def candidates(self) -> np.ndarray:
+        """float32[n, 2]: what a search tries first, 1 / level and level on which the largest weight would fall."""
+        return _levels_tried(self.ends)
+
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q4_0_ref and q5_0_ref."""
         peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
@@ -124,6 +129,11 @@ class AbsoluteMax:
         """The grid is symmetric: a search needs to try positive scales only."""
         return (self.bias - 1,)
 
+    @property
+    def candidates(self) -> np.ndarray:
+        """As SignedMax.candidates."""
+        return _levels_tried(self.ends)
+
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q8_0_ref: halves are rounded away from zero (roundf)."""
         top = np.float32(self.bias - 1)
@@ -139,6 +149,11 @@ class AbsoluteMax:
     def search(self, x: np.ndarray, importance: np.ndarray) -> Coded:
         """float32[n, 32] twice -> Coded with the least weighted squared error found, never more than nearest's."""
         return _search_scale(self, x, importance)
+
+
+def _levels_tried(ends: tuple[int, ...]) -> np.ndarray:
+    levels = np.array([end + reach if end > 0 else end - reach for end in ends for reach in REACH])
+    return np.stack([1 / levels, levels], axis=1).astype(np.float32)
 
 
 def _search_scale(grid: SignedMax | AbsoluteMax, x: np.ndarray, importance: np.ndarray) -> Coded:
@@ -162,12 +177,10 @@ def _search_scale(grid: SignedMax | AbsoluteMax, x: np.ndarray, importance: np.n
 
     least, scale = np.full_like(peak, np.inf), np.zeros_like(peak)
     inverse_peak = inverse_or_zero(peak)
-    for end in grid.ends:
-        for reach in REACH:
-            level = end + reach if end > 0 else end - reach
-            tried, error = refit(peak * np.float32(1 / level), inverse_peak * np.float32(level))
-            better = error < least
-            least, scale = np.where(better, error, least), np.where(better, tried, scale)
+    for share, level in grid.candidates:
+        tried, error = refit(peak * share, inverse_peak * level)
+        better = error < least
+        least, scale = np.where(better, error, least), np.where(better, tried, scale)
     tried, error = refit(scale, inverse_or_zero(scale))
     scale = np.where(error < least, tried, scale)
 
@@ -197,6 +210,11 @@ class Affine:
     @property
     def top(self) -> int:
         return (1 << self.bits) - 1
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """float32[n, 2]: what a search tries first, 2 / levels that the weights would span, and how many of them lie below 0."""
+        return np.array([(2 / (self.top + below + above), below) for below, above in REACH_AFFINE], np.float32)
 
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q4_1_ref and q5_1_ref."""
@@ -233,9 +251,9 @@ class Affine:
             return scale + d_scale, low + d_low, rr - (d_scale * rc + d_low * r)
 
         least, scale, low = np.full_like(width, np.inf), np.zeros_like(width), np.zeros_like(width)
-        for below, above in REACH_AFFINE:
-            tried = width * np.float32(2 / (self.top + below + above))
-            found = refit(tried, tried * np.float32(below) - width)
+        for share, below in self.candidates:
+            tried = width * share
+            found = refit(tried, tried * below - width)
             better = found[2] < least
             scale, low, least = (np.where(better, new, old) for new, old in zip(found, (scale, low, least), strict=True))
         found = refit(scale, low)
