@@ -126,6 +126,8 @@ class RowsTensor(Tensor):
         return self._order if rows is None else self._order[rows]
 
     def float32(self, rows: RowSlice = None) -> np.ndarray:
+        if rows is not None and self.vector:
+            return self.float32().reshape(1, -1)[rows]
         index = self._index(rows)
         values = to_float32(np.ascontiguousarray(self._raw[index]), self.format, self._file.path, self.name)
         if self._scale is not None:
