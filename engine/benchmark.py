@@ -64,7 +64,7 @@ def weight_bytes_per_token(engine: Engine) -> int:
     return sum(
         int(matrix.nbytes)
         for matrix in engine.model.weights.matrices()
-        if any(op.kernel == "matmul" and op.arguments["weights"] == matrix.address for op in engine.model.plan.ops)
+        if any(op.kernel == "matmul" and op.arguments["weights"] is matrix for op in engine.model.plan.ops)
     )
 
 

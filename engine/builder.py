@@ -116,7 +116,7 @@ class Builder:
         x = self.floats("x", table.columns)
         scratch = self.plan.buffer("embed.scratch", 2048 * self.limits.workers)
         self.plan.add(
-            "embed", table.format, step=self._now.address, table=table.address, columns=table.columns,
+            "embed", table.format, step=self._now.address, table=table, columns=table.columns,
             out=x, out_stride=x.width, scratch=scratch, scratch_worker=2048, label=table.name,
         )  # fmt: skip
         return x
@@ -147,7 +147,7 @@ class Builder:
             )
         vector = self.weights.vector(bias, 16).ctypes.data if bias else 0
         self.plan.add(
-            "matmul", matrix.format, kind, barrier=barrier, step=self._now.address, weights=matrix.address, columns=matrix.columns,
+            "matmul", matrix.format, kind, barrier=barrier, step=self._now.address, weights=matrix, columns=matrix.columns,
             rows=matrix.rows, x=panels.buffers[kind], x_worker=panels.strides[kind], out=out, out_stride=out.width,
             bias=vector, add=int(add), label=matrix.name,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -100,7 +100,7 @@ class Model:
             matrices = [t.name for t in checkpoint.tensors.values() if not t.vector]
             self.weights.load(matrices, report and (lambda done, total: report("weights", done, total)))
             self.builder = Builder(self.weights, self.cache, cache_type, limits, "int8" if compute == "int8" else "f32")
-            _architecture(arch).build(self.builder, metadata, self._rope)
+            architecture(arch).build(self.builder, metadata, self._rope)
             self.plan: Plan = self.builder.plan
             self.plan.link(report and (lambda done, total: report("kernels", done, total)))
         except BaseException:
@@ -219,7 +219,7 @@ def _parts(jobs: list[_Slice], tokens: int, sequences: int) -> Iterable[list[_Sl
         yield part
 
 
-def _architecture(name: str):
+def architecture(name: str) -> Any:
     """The module in engine/architectures of that name, or another package's, through the entry point group `halfbyte.architectures`."""
     try:
         return importlib.import_module(f".architectures.{name}", __package__)

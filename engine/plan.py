@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -44,8 +45,18 @@ class Buffer:
         return self.array[: tokens * self.width].view(np.float32).reshape(tokens, -1)
 
 
-Argument = int | float | Buffer
-"""A field of an argument block: a number, or a buffer for its address."""
+class Addressed(Protocol):
+    """What lies at an address, such as a matrix of weights. The address is taken when the plan is linked."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+Argument = int | float | Addressed
+"""A field of an argument block: a number, or something (a buffer, a matrix) for its address."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +90,7 @@ class Plan:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)
     _table: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    _blocks: list[np.ndarray] = field(default_factory=list)
+    _blocks: dict[int, np.ndarray] = field(default_factory=dict)
 
     def buffer(self, name: str, nbytes: int, width: int = 0) -> Buffer:
         """A new buffer. Pages that are never touched take no memory. Raises PlanError if the name is taken."""
@@ -109,14 +120,20 @@ class Plan:
             list(self.sections.values())[-1].stop = len(self.ops)
         store.prepare([op.name for op in self.ops], report)
         self._table = np.zeros((len(self.ops), 3), np.int64)
-        for row, op in enumerate(self.ops):
+        self._blocks = {}
+        self.relink(Section(0, len(self.ops)))
+
+    def relink(self, section: Section) -> None:
+        """Packs the arguments of a section again, for a plan whose weights have moved. Not while the plan runs."""
+        for row in range(section.start, section.stop):
+            op = self.ops[row]
             kernel = store.find(*op.name)
-            values = {k: v.address if isinstance(v, Buffer) else v for k, v in op.arguments.items()}
+            values = {k: getattr(v, "address", v) for k, v in op.arguments.items()}
             try:
                 block = np.frombuffer(pack(kernel.fields, values), np.uint8)
             except HalfbyteError as error:
                 raise PlanError(f"row {row}, {op.kernel} {op.label}: {error}") from None
-            self._blocks.append(block)
+            self._blocks[row] = block
             self._table[row] = kernel.address, block.ctypes.data, op.barrier
 
     def __len__(self) -> int:
@@ -139,6 +156,6 @@ class Plan:
         for i, op in enumerate(self.ops):
             if i in names:
                 lines.append(f"{names[i]}:")
-            arguments = " ".join(f"{k}={v.name if isinstance(v, Buffer) else v}" for k, v in op.arguments.items())
+            arguments = " ".join(f"{k}={getattr(v, 'name', v)}" for k, v in op.arguments.items())
             lines.append(f"{i:5} {op.kernel}[{', '.join(op.parameters)}] {op.label} {arguments} {meet[op.barrier]}".rstrip())
         return "\n".join(lines)
