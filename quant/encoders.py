@@ -27,10 +27,14 @@ ENCODE_SCRATCH, TILE_SCRATCH = 10240, 1536
 
 
 class Encoded(NamedTuple):
-    """tiles: uint8[tiles_nbytes], or blocks: uint8[rows, blocks, block_bytes]; and how far they are from the weights."""
+    """tiles: uint8[tiles_nbytes], or blocks: uint8[rows, blocks, block_bytes]; and how far they are from the weights.
+
+    meter holds the sums behind `errors`, for those who encode a tensor in pieces.
+    """
 
     data: np.ndarray
     errors: TensorErrors
+    meter: TensorMeter
 
 
 def encode(
@@ -116,7 +120,7 @@ def encode(
             out[groups * group_bytes :] = block_format.tile(tail)
         else:
             out = np.concatenate([body, tail.reshape(-1)])
-    return Encoded(out if as_tiles else out.reshape(rows, blocks, block_format.block_bytes), meter.result())
+    return Encoded(out if as_tiles else out.reshape(rows, blocks, block_format.block_bytes), meter.result(), meter)
 
 
 def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = None) -> np.ndarray:
@@ -177,7 +181,7 @@ def _reference(
         check_finite(values, name, chunk.start)
         blocks[chunk] = block_format.encode(values, importance, method)
         meter.add(values, block_format.decode(blocks[chunk], columns))
-    return Encoded(block_format.tile(blocks) if order == "tiles" else blocks, meter.result())
+    return Encoded(block_format.tile(blocks) if order == "tiles" else blocks, meter.result(), meter)
 
 
 def _source_type(weights: np.ndarray, name: str) -> str | None:
