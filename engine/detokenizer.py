@@ -1,8 +1,8 @@
 """Tokens to text while they are made: every character as soon as its bytes are there, none twice, none lost.
 
 A character may be split over several tokens, so bytes that only begin one are held back. Whatever comes out, joined, is what
-`Tokenizer.decode` gives for all the ids at once; bytes that are not UTF-8 become U+FFFD once it is clear that they are not, at the
-latest in `finish`. A token costs the same however long the text is.
+`Tokenizer.decode` gives for all the ids at once. Bytes that are not UTF-8 become U+FFFD once it is clear that they are not, in
+`finish` at the latest. A token costs the same however long the text is.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class ChatTemplate:
         pattern = _any_of(tokenizer.special_tokens_text())
         marked = {key: value if key == "name" else _marked(value, pattern) for key, value in options.items()}
         text = self.render(_marked(_conversation(messages), pattern), **marked)
-        if _MARKS[0] not in text:
+        if not any(mark in text for mark in _MARKS):
             return tokenizer.encode(text, special=True)
         return _encode_marked(tokenizer, text, pattern)
 

@@ -554,7 +554,8 @@ def test_real_ids_are_llama_cpps(folder, file, tmp_path):
     different = []
     for text in filter(None, TEXTS):
         (tmp_path / "text").write_bytes(text.encode())
-        for special in (False, True):
+        # llama.cpp takes "</s>" for an end mark in any vocabulary; in Qwen's it is a token like any other.
+        for special in (False, True) if "<" in text and "</s>" not in text else (False,):
             command = [program, "-m", MODELS / file, "--ids", "--no-bos", "--no-escape", "--log-disable", "-f", tmp_path / "text"]
             done = subprocess.run([*command, *([] if special else ["--no-parse-special"])], capture_output=True, check=True)
             if json.loads(done.stdout) != tokenizer.encode(text, special=special):
