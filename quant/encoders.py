@@ -27,14 +27,10 @@ ENCODE_SCRATCH, TILE_SCRATCH = 10240, 1536
 
 
 class Encoded(NamedTuple):
-    """tiles: uint8[tiles_nbytes], or blocks: uint8[rows, blocks, block_bytes]; and how far they are from the weights.
-
-    meter holds the sums behind `errors`, for those who encode a tensor in pieces.
-    """
+    """tiles: uint8[tiles_nbytes], or blocks: uint8[rows, blocks, block_bytes]; and how far they are from the weights."""
 
     data: np.ndarray
     errors: TensorErrors
-    meter: TensorMeter
 
 
 def encode(
@@ -46,11 +42,13 @@ def encode(
     method: str | None = None,
     name: str = "tensor",
     threads: int | None = None,
+    meter: TensorMeter | None = None,
 ) -> Encoded:
     """Quantizes a matrix and measures the error of doing so, in one pass over the weights.
 
     weights: [rows, columns] of float32, float16, ml_dtypes.bfloat16, or uint16 holding bf16 bits; read where they lie.
     order: "tiles" or "blocks"; importance and method as in BlockFormat.encode; threads: None = the processors of this process.
+    meter: what the errors are added to, for a tensor that is encoded in runs of rows; `errors` are then of all runs so far.
     Raises NonFiniteError naming `name` and the place, FormatError for arguments that do not suit.
     """
     if order not in _ORDERS:
@@ -62,7 +60,7 @@ def encode(
         weights = weights.view(np.uint16)
     rows, columns = weights.shape
     if not has_kernel(block_format) or rows < ROWS or columns == 0:
-        return _reference(block_format, weights, kind, order, importance, method, name)
+        return _reference(block_format, weights, kind, order, importance, method, name, meter or TensorMeter())
     assert isinstance(block_format, ScaledIntegers)
     method = method or block_format.method
     if method not in METHODS:
@@ -99,7 +97,7 @@ def encode(
         candidate_count=len(candidates),
         sums=sums.ctypes.data,
     )
-    meter = TensorMeter()
+    meter = meter or TensorMeter()
     totals = sums.astype(np.float64)
     body = out[: groups * group_bytes]
     if np.isfinite(totals).all() and totals[:, 0].sum() > 1e-24 * rows * columns:
@@ -120,7 +118,7 @@ def encode(
             out[groups * group_bytes :] = block_format.tile(tail)
         else:
             out = np.concatenate([body, tail.reshape(-1)])
-    return Encoded(out if as_tiles else out.reshape(rows, blocks, block_format.block_bytes), meter.result(), meter)
+    return Encoded(out if as_tiles else out.reshape(rows, blocks, block_format.block_bytes), meter.result())
 
 
 def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = None) -> np.ndarray:
@@ -171,17 +169,17 @@ def _reference(
     importance: np.ndarray | None,
     method: str | None,
     name: str,
+    meter: TensorMeter,
 ) -> Encoded:
     rows, columns = weights.shape
     count = -(-columns // block_format.block_columns)
     blocks = np.empty((rows, count, block_format.block_bytes), np.uint8)
-    meter = TensorMeter()
     for chunk in row_chunks(rows, columns):
         values = _as_f32(weights[chunk], kind)
         check_finite(values, name, chunk.start)
         blocks[chunk] = block_format.encode(values, importance, method)
         meter.add(values, block_format.decode(blocks[chunk], columns))
-    return Encoded(block_format.tile(blocks) if order == "tiles" else blocks, meter.result(), meter)
+    return Encoded(block_format.tile(blocks) if order == "tiles" else blocks, meter.result())
 
 
 def _source_type(weights: np.ndarray, name: str) -> str | None:
