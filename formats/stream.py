@@ -14,8 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..quant import encoders
 from ..quant.block import ROWS, BlockFormat, get_format
+from ..quant.errors import NonFiniteError
 from ..quant.layout import join_block, split_block
+from ..quant.measures import TensorMeter
 from ..quant.scaled import ScaledIntegers
 from ..quant.scales import AbsoluteMax, Affine, check_finite, replace_nonfinite
 from .family import interleave_order
@@ -55,7 +58,6 @@ class Measure:
     after: float = 0.0
     error: float = 0.0
     replaced: int = 0
-    exact: bool = True
 
     def add(self, other: Measure) -> None:
         self.dot += other.dot
@@ -63,12 +65,18 @@ class Measure:
         self.after += other.after
         self.error += other.error
         self.replaced += other.replaced
-        self.exact = self.exact and other.exact
+
+    def take(self, meter: TensorMeter) -> None:
+        """Adds what a meter has summed."""
+        self.dot += meter.dot
+        self.before += meter.reference_energy
+        self.after += meter.energy
+        self.error += meter.error_energy
 
     @property
     def cosine(self) -> float:
-        """Cosine similarity of the weights before and after; 1 for two zero tensors."""
-        if self.exact or self.before == self.after == 0.0:
+        """Cosine similarity of the weights before and after; 1 for two zero tensors, and where nothing was measured."""
+        if self.error == 0.0:
             return 1.0
         norm = math.sqrt(self.before) * math.sqrt(self.after)
         return max(-1.0, min(1.0, self.dot / norm)) if norm > 0 else 0.0
@@ -76,9 +84,9 @@ class Measure:
     @property
     def nmse(self) -> float:
         """Sum of squared errors over the sum of squares before."""
-        if self.exact:
+        if self.error == 0.0:
             return 0.0
-        return self.error / self.before if self.before > 0 else (0.0 if self.error == 0 else math.inf)
+        return self.error / self.before if self.before > 0 else math.inf
 
 
 @dataclass
@@ -165,25 +173,52 @@ def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, M
     if job.heads:
         size = tensor.rows // job.heads
         order = interleave_order((rows.stop - rows.start) // size, rows.stop - rows.start)
-    blocks, measure = _kept_blocks(tensor, rows, form) if job.kept else None, Measure()
+    tiles = job.layout == "tiles"
+    measure, ready = Measure(), False
+    blocks = _kept_blocks(tensor, rows, form) if job.kept else None
     if blocks is None:
-        weights, measure = finite(tensor, rows, allow_nonfinite)
-        values, method = weights, job.method
-        if job.through is not None:
-            middle, method = get_format(job.through), None
-            values = middle.decode(middle.encode(weights, method=job.method), tensor.columns)
-        blocks = form.encode(values, method=method)
-        _measure(measure, weights, form.decode(blocks, tensor.columns))
+        ready = tiles and order is None
+        blocks = _quantize(job, form, rows, "tiles" if ready else "blocks", allow_nonfinite, measure)
     if order is not None:
         blocks = blocks[order]
-    if job.layout == "tiles":
-        data = form.tile(blocks)
+    if ready:
+        data = blocks
+    elif tiles:
+        data = encoders.tile(form, blocks, threads=1)
     else:
         data = np.ascontiguousarray(blocks).reshape(blocks.shape[0], -1)
         if not form.integers:  # plain rows end where the columns end
             data = data[:, : tensor.columns * form.block_bytes // form.block_columns]
     tensor.release(rows)
     return data, measure, share
+
+
+def _quantize(job: Job, form: BlockFormat, rows: slice, order: str, allow_nonfinite: bool, measure: Measure) -> np.ndarray:
+    """Rows of a tensor in a format, as encoders.encode gives them in that order; `measure` takes the errors."""
+    tensor, meter = job.tensor, TensorMeter()
+    weights = tensor.plain(rows)
+    if weights is None:
+        weights = tensor.float32(rows)
+    try:
+        data = _through(job, form, weights, order, meter)
+    except NonFiniteError:
+        # The encoder sees a run of rows; the error must name the row of the tensor.
+        weights = tensor.float32(rows)
+        if not allow_nonfinite:
+            check_finite(weights, tensor.name, rows.start)
+        weights, measure.replaced = replace_nonfinite(weights)
+        meter = TensorMeter()
+        data = _through(job, form, weights, order, meter)
+    measure.take(meter)
+    return data
+
+
+def _through(job: Job, form: BlockFormat, weights: np.ndarray, order: str, meter: TensorMeter) -> np.ndarray:
+    if job.through is None:
+        return encoders.encode(form, weights, order, method=job.method, name=job.tensor.name, threads=1, meter=meter).data
+    middle = get_format(job.through)
+    blocks = encoders.encode(middle, weights, "blocks", method=job.method, name=job.tensor.name, threads=1, meter=meter).data
+    return encoders.encode(form, middle.decode(blocks, job.tensor.columns), order, name=job.tensor.name, threads=1).data
 
 
 def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat) -> np.ndarray | None:
@@ -234,39 +269,7 @@ def _vector(job: Job, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:
         values = values[interleave_order(job.heads, len(values))]
     if job.format == "f32":
         return values, measure, job.tensor.nbytes
-    form = get_format(job.format)
-    row = form.encode(values[None])
-    _measure(measure, values[None], form.decode(row, len(values)))
+    form, meter = get_format(job.format), TensorMeter()
+    row = encoders.encode(form, values[None], "blocks", threads=1, meter=meter).data
+    measure.take(meter)
     return row.reshape(-1)[: len(values) * form.block_bytes // form.block_columns], measure, job.tensor.nbytes
-
-
-def finite(tensor: Tensor, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, Measure]:
-    """float32 rows without NaN and infinity. Raises NonFiniteError unless they may be replaced."""
-    weights = tensor.float32(rows)
-    measure = Measure()
-    # One pass: a sum is finite unless a term is not (or the sum overflows, which the exact look then clears).
-    with np.errstate(over="ignore", invalid="ignore"):
-        total = float(np.add.reduce(weights, axis=None))
-    if not math.isfinite(total):
-        if allow_nonfinite:
-            weights, measure.replaced = replace_nonfinite(weights)
-        else:
-            check_finite(weights, tensor.name, rows.start)
-    return weights, measure
-
-
-def _measure(measure: Measure, before: np.ndarray, after: np.ndarray) -> None:
-    """Adds the sums over a chunk, in float64 over runs of 4096 weights that are summed in float32."""
-    if np.array_equal(before, after):
-        energy = float(np.vdot(before.astype(np.float64), before.astype(np.float64)))
-        measure.dot += energy
-        measure.before += energy
-        measure.after += energy
-        return
-    measure.exact = False
-    x, y = before.astype(np.float64).reshape(-1), after.astype(np.float64).reshape(-1)
-    measure.dot += float(x @ y)
-    measure.before += float(x @ x)
-    measure.after += float(y @ y)
-    y -= x
-    measure.error += float(y @ y)

@@ -21,6 +21,9 @@ SOURCE_TYPES = frozenset({"f64", "f8_e4m3", "f8_e5m2", "f8_e8m0", "i8", "i16", "
 """Element types that are never a block format, so that looking one up does not read the entry points of other packages."""
 
 
+_PLAIN = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+
+
 class Tensor(ABC):
     """One tensor in canonical form (see docs/architecture.md).
 
@@ -62,6 +65,10 @@ class Tensor(ABC):
     @abstractmethod
     def float32(self, rows: RowSlice = None) -> np.ndarray:
         """The weights as float32: of the tensor's shape, or float32[len(rows), columns] for a slice of its rows."""
+
+    def plain(self, rows: RowSlice = None) -> np.ndarray | None:
+        """[rows, columns] of float32, float16 or uint16 (the bits of bf16) as they lie in the file; None if that is not possible."""
+        return None
 
     def blocks(self, rows: RowSlice = None) -> np.ndarray | None:
         """uint8[rows, blocks, block_bytes] if `format` is one of ours and holds blocks, else None."""
@@ -135,6 +142,16 @@ class RowsTensor(Tensor):
         if self._offset:
             values += self._offset
         return values.reshape(self.shape) if rows is None else values
+
+    def plain(self, rows: RowSlice = None) -> np.ndarray | None:
+        dtype = _PLAIN.get(self.format)
+        if dtype is None or self.vector or self._offset or self._scale is not None:
+            return None
+        raw = self._raw[self._index(rows)]
+        # safetensors promises no alignment; an odd address is worth a copy.
+        if raw.ctypes.data % dtype.itemsize or not raw.flags.c_contiguous:
+            raw = raw.copy()
+        return raw.view(dtype)
 
     def blocks(self, rows: RowSlice = None) -> np.ndarray | None:
         if self.vector or self._offset or self._scale is not None:
