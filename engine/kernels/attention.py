@@ -11,7 +11,7 @@ arithmetic. So nothing depends on batch, chunking or threads. Positions that a r
 
 from __future__ import annotations
 
-from numba import float32, njit
+from numba import float32
 
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_f32, load_i64, store_f32
@@ -51,7 +51,7 @@ NOTHING = -1e30
 """Maximum of no scores at all."""
 
 
-@njit(forceinline=True, error_model="numpy")
+@inline
 def fold(total, part, vectors):
     """Folds a part's maximum, sum and values into the running ones."""
     old, new = load_f32(total), load_f32(part)
@@ -70,7 +70,7 @@ def exp_f32(x):
     return lanes_max(exp(zeros(F32) + x))
 
 
-@njit(forceinline=True, error_model="numpy")
+@inline
 def finish(total, out, head_size, vectors):
     """Running values divided by the running sum, to `out`."""
     inverse = float32(1) / load_f32(total + 4)
@@ -225,7 +225,7 @@ def _split(head_size: int, group: int, cache_type: str, rows: int):
         rest = four
     whole = vectors // wide
 
-    @njit
+    @inline
     def run(queries, scores, cache, pages, page_bytes, first, last, limit, row, results):
         for r in range(rows):
             store(results + r * part, zeros(F32) + float32(NOTHING))

@@ -107,3 +107,11 @@ PLAN_ROW = 24
 
 ALWAYS, MANY, NEVER = 0, 1, 1 << 40
 """Thresholds: a barrier after the row always, only with more than one token, or never."""
+
+# ---- comparing logits (logit_errors.py) ----------------------------------------------------------------------------------
+
+LOGIT_RUN = 1024
+"""Logits summed in float32; the sums of the runs are then added in float64."""
+
+LOGIT_SUMS = 6
+"""Sums of each run."""

@@ -29,7 +29,7 @@ from ...quant.jit.simd import (
 )
 from ...quant.jit.target import current
 from .layout import RECORD, STEP, TOKENS
-from .panels import last_width, units
+from .panels import last_width, locate, units
 
 FIELDS = "step weights columns rows x x_worker out out_stride bias add"
 """x         panels; a lone token's are at x + worker * x_worker
@@ -57,30 +57,18 @@ def build(format_name: str, kind: str):
     Arguments, Step = ArgumentBlock(FIELDS), ArgumentBlock(STEP)
 
     @inline
-    def one_group(weights, stride, blocks, x, tokens, out, out_stride, bias, add):
-        """16 rows, every token for itself."""
-        for t in range(tokens):
-            full = tokens // TOKENS * TOKENS
-            width, column, panel = TOKENS, t % TOKENS, x + t // TOKENS * (blocks * record * TOKENS)
-            if t >= full:
-                width, column = last_width(tokens), t - full
-            single(weights, stride, blocks, panel, width, column, out + t * out_stride, out_stride, bias, add)
-
-    @inline
-    def all_panels(weights, stride, blocks, x, tokens, out, out_stride, bias, add):
-        """`groups` row groups times all tokens."""
-        panel = blocks * record * TOKENS
-        for p in range(tokens // TOKENS):
-            six(weights, stride, blocks, x + p * panel, 6, 0, out + p * TOKENS * out_stride, out_stride, bias, add)
-        x += tokens // TOKENS * panel
-        out += tokens // TOKENS * TOKENS * out_stride
-        rest = last_width(tokens)
-        if rest == 2:
-            two(weights, stride, blocks, x, 2, 0, out, out_stride, bias, add)
-        elif rest == 4:
-            four(weights, stride, blocks, x, 4, 0, out, out_stride, bias, add)
-        elif rest == 6:
-            six(weights, stride, blocks, x, 6, 0, out, out_stride, bias, add)
+    def panels(weights, stride, blocks, x, tokens, out, out_stride, bias, add):
+        """`groups` row groups times all tokens but an odd last one."""
+        for t in range(0, tokens, TOKENS):
+            width = last_width(tokens - t)
+            if tokens - t >= TOKENS or width == TOKENS:
+                six(weights, stride, blocks, x, 6, 0, out, out_stride, bias, add)
+            elif width == 4:
+                four(weights, stride, blocks, x, 4, 0, out, out_stride, bias, add)
+            else:
+                two(weights, stride, blocks, x, 2, 0, out, out_stride, bias, add)
+            x += TOKENS * blocks * record
+            out += TOKENS * out_stride
 
     def kernel(arguments, worker, workers):
         a = view(Arguments, arguments)
@@ -89,25 +77,22 @@ def build(format_name: str, kind: str):
         stride = header + blocks * tile_bytes
         first, last = units(a.rows, worker, workers)
         first, last = 2 * first, min(2 * last, (a.rows + 15) // 16)
-        weights, x, out, out_stride, bias, add = a.weights, a.x, a.out, a.out_stride, a.bias, a.add
+        x, out_stride, bias, add = a.x, a.out_stride, a.bias, a.add
         if tokens == 1:
             x += worker * a.x_worker
-        odd = tokens % TOKENS == 1  # the last panel is one wide: by itself, for the tiles have even widths
-        even_tokens = tokens - 1 if odd else tokens
+        even_tokens = tokens - (1 if tokens % TOKENS == 1 else 0)  # a panel of one has no tile of its own width
         g = first
         while g < last:
-            w, o, b = weights + g * stride, out + 64 * g, bias + 64 * g if bias else bias
-            count = groups if last - g >= groups else 1
-            if tokens > 1:
-                if count == groups:
-                    all_panels(w, stride, blocks, x, even_tokens, o, out_stride, b, add)
-                else:
-                    one_group(w, stride, blocks, x, even_tokens, o, out_stride, b, add)
-            if odd:
-                tail = x + even_tokens * blocks * record
-                for each in range(count):
-                    at = o + 64 * each + even_tokens * out_stride
-                    single(w + each * stride, stride, blocks, tail, 1, 0, at, out_stride, b + 64 * each if b else b, add)
+            count, token = 1, 0
+            if tokens > 1 and last - g >= groups:
+                count, token = groups, even_tokens
+                panels(a.weights + g * stride, stride, blocks, x, even_tokens, a.out + 64 * g, out_stride, bias + 64 * g if bias else 0, add)
+            while token < tokens:  # what is left: one group of rows and one token at a time
+                panel, width, column = locate(token, tokens, blocks, record)
+                for each in range(g, g + count):
+                    weights, out = a.weights + each * stride, a.out + 64 * each + token * out_stride
+                    single(weights, stride, blocks, x + panel, width, column, out, out_stride, bias + 64 * each if bias else 0, add)
+                token += 1
             g += count
 
     return kernel

@@ -11,7 +11,7 @@ Each token is quantized for itself, 32 columns at a time (scale = largest magnit
 
 from __future__ import annotations
 
-from numba import float32, njit
+from numba import float32
 
 from ...quant.jit.memory import store_f32, store_i32
 from ...quant.jit.piece import inline
@@ -35,7 +35,7 @@ def locate(token, tokens, blocks, record):
     return full * blocks * record, last_width(tokens), token - full
 
 
-@njit(forceinline=True, error_model="numpy")
+@inline
 def put_int8(low, high, record, width, column):
     """Quantizes 32 floats (two vectors) into a token's column of a record."""
     largest = lanes_max(maximum(absolute(low), absolute(high)))

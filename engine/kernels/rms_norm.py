@@ -5,10 +5,11 @@ Parameters: the kind of panels. With one token every worker norms it into a pane
 
 from __future__ import annotations
 
-from numba import float32, njit
+from numba import float32
 
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import sqrt_f32
+from ...quant.jit.piece import inline
 from ...quant.jit.simd import F32, fma, lanes_sum, load, zeros
 from .layout import RECORD, STEP
 from .panels import locate, share, writer
@@ -20,7 +21,7 @@ out     panels; a lone token's at out + worker * out_worker
 """
 
 
-@njit(forceinline=True, error_model="numpy")
+@inline
 def inverse_rms(x, columns, epsilon):
     """1 / sqrt(mean of squares + epsilon), summed in a fixed order."""
     first, second = zeros(F32), zeros(F32)

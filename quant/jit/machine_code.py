@@ -40,6 +40,7 @@ def compile_kernel(function: Callable[..., None], flat: bool | None = None) -> M
     from numba.core.registry import cpu_target
 
     from . import target
+    from .pipeline import KernelCompiler
 
     target.current()
     flags = compiler.Flags()
@@ -49,8 +50,9 @@ def compile_kernel(function: Callable[..., None], flat: bool | None = None) -> M
     cpu_target.target_context.refresh()
     signature = (types.int64, types.int32, types.int32)
     compiled = compiler.compile_extra(
-        cpu_target.typing_context, cpu_target.target_context, function, signature, types.void, flags, {}
-    )
+        cpu_target.typing_context, cpu_target.target_context, function, signature, types.void, flags, {},
+        pipeline_class=KernelCompiler,
+    )  # fmt: skip
     if flat is None:
         flat = sys.platform == "linux" and platform.machine() == "x86_64"
     image = _emit_object(compiled, flat)
@@ -65,7 +67,7 @@ def _emit_object(compiled: Any, flat: bool) -> bytes:
     from numba.core.registry import cpu_target
 
     codegen = cpu_target.target_context.codegen()
-    module = llvm.parse_assembly(compiled.library.get_llvm_str())
+    module = compiled.library.optimized()
     module.get_function(compiled.fndesc.llvm_func_name).name = ENTRY
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=codegen._get_host_cpu_name(),

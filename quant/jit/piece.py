@@ -12,9 +12,12 @@ from typing import Any
 
 from numba import njit
 
+from .pipeline import KernelCompiler
 from .simd import load_tile, to_f32
 
-inline = njit(forceinline=True)
+inline = njit(
+    forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler
+)
 """Decorator: a function that LLVM always inlines, so tiles pass through it in registers and literals stay constants."""
 
 TILE_COLUMNS = 32
