@@ -60,8 +60,32 @@ def from_gguf(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dumps(tokenizer: Mapping[str, Any]) -> bytes:
-    """A tokenizer.json as bytes, without white space."""
+    """A tokenizer.json as bytes, in the form that loads fastest: without white space, merges as texts "a b" if possible.
+
+    With pairs the library takes half as long again: SmolLM2 loads in 51 ms of processor time like this, in 79 from its own file.
+    """
+    model = tokenizer.get("model")
+    if isinstance(model, Mapping) and isinstance(model.get("merges"), list):
+        tokenizer = {**tokenizer, "model": {**model, "merges": _as_texts(model["merges"])}}
     return json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def compact(tokenizer_json: bytes) -> bytes:
+    """The same tokenizer.json in the form that loads fastest (see `dumps`); as it is if it is not a JSON object."""
+    try:
+        tokenizer = json.loads(tokenizer_json)
+        return dumps(tokenizer) if isinstance(tokenizer, dict) else tokenizer_json
+    except (ValueError, RecursionError):
+        return tokenizer_json
+
+
+def _as_texts(merges: list[Any]) -> list[Any]:
+    """Pairs as texts with a space between them, unless one cannot be told apart then (or would be taken for a comment)."""
+    if any(isinstance(merge, str) for merge in merges):
+        return merges
+    texts = [f"{left} {right}" for left, right in merges]
+    plain = all(text.count(" ") == 1 for text in texts) and not any(text.startswith("#version") for text in texts)
+    return texts if plain else merges
 
 
 def token_id(keys: Mapping[str, Any], name: str, count: int = 1 << 31) -> int | None:
@@ -86,24 +110,39 @@ def default_add_bos(keys: Mapping[str, Any]) -> bool:
 
 def _byte_level(keys: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict[str, Any]:
     entry = get_pre_tokenizer(keys.get("tokenizer.ggml.pre", "default"))
-    merges: dict[tuple[str, str], None] = {}  # of two alike, the first counts
-    for number, merge in enumerate(_array(keys, "tokenizer.ggml.merges")):
-        # A merge is two tokens and a space between them; the first may begin with a space of its own.
-        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
-        if cut < 0:
-            raise TokenizerError(f"tokenizer.ggml.merges: merge {number} is {printable(merge)!r}, not two tokens and a space")
-        left, right = merge[:cut], merge[cut + 1 :]
-        # Merges that mention no token cannot apply; llama.cpp carries them along, the tokenizers library refuses them.
-        if left in vocabulary and right in vocabulary and left + right in vocabulary:
-            merges[left, right] = None
+    merges = _merges(_array(keys, "tokenizer.ggml.merges"), vocabulary)
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "normalizer": None,
         "pre_tokenizer": to_json(entry),
         "post_processor": _bos_first(keys, tokens),
         "decoder": byte_level,
-        "model": _bpe(vocabulary, list(merges), ignore_merges=entry.ignore_merges),
+        "model": _bpe(vocabulary, merges, ignore_merges=entry.ignore_merges),
     }
+
+
+def _merges(merges: Sequence[Any], vocabulary: Mapping[str, int]) -> Sequence[Any]:
+    """Merges, each two tokens with a space between them, the first of which may begin with a space of its own.
+
+    As they are if nothing is odd about any of them, else as pairs. Of two alike the first counts. Merges that mention no token
+    cannot apply; llama.cpp carries them along, the tokenizers library refuses them.
+    """
+    known = vocabulary.keys()
+    if set(map(type, merges)) == {str} and len(set(merges)) == len(merges):
+        lines = "\n".join(merges)  # looked at as a whole: a step of Python for each of 50,000 to 500,000 takes too long
+        if lines.count(" ") == len(merges) == lines.count("\n") + 1 and "#version" not in lines:
+            parts = lines.replace(" ", "\n").split("\n")
+            if known >= set(parts) and known >= set(lines.replace(" ", "").split("\n")) and len(parts) == 2 * len(merges):
+                return merges
+    pairs: dict[tuple[str, str], None] = {}
+    for number, merge in enumerate(merges):
+        cut = merge.find(" ", 1) if isinstance(merge, str) else -1
+        if cut < 0:
+            raise TokenizerError(f"tokenizer.ggml.merges: merge {number} is {printable(merge)!r}, not two tokens and a space")
+        left, right = merge[:cut], merge[cut + 1 :]
+        if left in vocabulary and right in vocabulary and left + right in vocabulary:
+            pairs[left, right] = None
+    return [list(pair) for pair in pairs]
 
 
 def _sentencepiece(keys: Mapping[str, Any], tokens: list[str], types: list[int], vocabulary: dict[str, int]) -> dict[str, Any]:
@@ -156,7 +195,7 @@ def merges_of_scores(tokens: Sequence[str], scores: Sequence[float], types: Sequ
     return [[tokens[left], tokens[right]] for *_, left, right in found]
 
 
-def _bpe(vocabulary: dict[str, int], merges: Sequence[Sequence[str]], *, unk_token: str | None = None, fuse_unk: bool = False,
+def _bpe(vocabulary: dict[str, int], merges: Sequence[Any], *, unk_token: str | None = None, fuse_unk: bool = False,
          byte_fallback: bool = False, ignore_merges: bool = False) -> dict[str, Any]:  # fmt: skip
     return {
         "type": "BPE",
@@ -211,8 +250,11 @@ def _array(keys: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 def _tokens(keys: Mapping[str, Any]) -> list[str]:
     """The tokens as text. An empty one gets a name by which it cannot be typed by chance, as in llama.cpp."""
+    given = _array(keys, "tokenizer.ggml.tokens")
+    if set(map(type, given)) == {str} and "" not in given:
+        return list(given)
     tokens = []
-    for i, token in enumerate(_array(keys, "tokenizer.ggml.tokens")):
+    for i, token in enumerate(given):
         if isinstance(token, (bytes, bytearray)):
             token = bytes(token).decode("utf-8", "replace")
         if not isinstance(token, str):
@@ -230,6 +272,8 @@ def _numbers(keys: Mapping[str, Any], key: str, count: int, default: int | None 
     if len(values) != count:
         raise TokenizerError(f"{key}: has {len(values)} entries for {count} tokens")
     numbers = values.tolist() if hasattr(values, "tolist") else [v.item() if hasattr(v, "item") else v for v in values]
+    if set(map(type, numbers)) <= {int}:
+        return numbers
     for i, number in enumerate(numbers):
         if not isinstance(number, (int, float)) or number != number:
             raise TokenizerError(f"{key}: entry {i} is {printable(number, 60)}, not a number")
