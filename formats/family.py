@@ -11,7 +11,6 @@ import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -141,6 +140,8 @@ def _unsupported(source: str, what: str) -> UnsupportedArchitectureError:
 
 def family_names() -> tuple[str, ...]:
     """Architectures that a family is known for: the modules of `formats/families`, then other packages' entry points."""
+    from importlib.metadata import entry_points
+
     ours = _own_names()
     return (*ours, *(point.name for point in entry_points(group="halfbyte.families") if point.name not in ours))
 
@@ -157,6 +158,8 @@ def _load(name: str) -> Family | None:
     if name in _own_names():
         return importlib.import_module(f".families.{name}", __package__).FAMILY
     # Reading the entry points of all installed packages takes milliseconds: only for names that are not ours.
+    from importlib.metadata import entry_points
+
     for point in entry_points(group="halfbyte.families"):
         if point.name == name:
             return point.load()

@@ -143,6 +143,8 @@ def _read_entry_points() -> None:
     global _entry_points_read
     if not _entry_points_read:
         _entry_points_read = True
+        from importlib.metadata import entry_points  # 30 ms, so not before a name is asked for that is not ours
+
         from importlib.metadata import entry_points  # slow to import, and needed only for formats of other packages
 
         for point in entry_points(group="halfbyte.formats"):
