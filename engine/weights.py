@@ -108,6 +108,11 @@ class Weights:
         return self._vectors[name]
 
 
+def make_matrix(tensor: Tensor) -> Matrix:
+    """A tensor as kernels read it: where it is mapped, or made in memory. Raises WeightError for types that cannot be run."""
+    return _made(tensor) if tensor.tiles() is None else _mapped(tensor)
+
+
 def _mapped(tensor: Tensor) -> Matrix:
     tiles = tensor.tiles()
     assert tiles is not None

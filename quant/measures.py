@@ -56,7 +56,7 @@ class TensorMeter:
         if reference.shape != values.shape:
             raise FormatError(f"cannot compare shapes {list(reference.shape)} and {list(values.shape)}")
         reference, values = np.atleast_2d(reference), np.atleast_2d(values)
-        step = max(1, (1 << 18) // max(reference.shape[1], 1))
+        step = max(1, (1 << 13) // max(reference.shape[1], 1))  # temporary arrays that need no fresh pages
         for first in range(0, reference.shape[0], step):
             self._add(reference[first : first + step], values[first : first + step])
 
@@ -68,9 +68,9 @@ class TensorMeter:
             return
         with np.errstate(invalid="ignore", over="ignore"):
             error = v - r
-            self.dot += float(np.vdot(r, v))
-            self.reference_energy += float(np.vdot(r, r))
-            self.energy += float(np.vdot(v, v))
+            self.dot += _dot(r, v)
+            self.reference_energy += _dot(r, r)
+            self.energy += _dot(v, v)
             blocks = np.add.reduceat(error * error, np.arange(0, columns, BLOCK), axis=1)
         self.error_energy += float(blocks.sum())
         self.count += r.size
@@ -218,6 +218,22 @@ class TokenMeter:
         self._cosine += float(cosine(reference_logits, logits).sum())
         self._count += targets.size
 
+    def add_measures(self, kl: np.ndarray, same: np.ndarray, nll_reference: np.ndarray, nll: np.ndarray, cosines: np.ndarray) -> None:
+        """The next positions by measures that a kernel made, each float64[n] (same: bool[n]): KL divergence, whether both have the same
+        most likely token, negative log-likelihood of the next token under the reference and the model, cosine of the logits.
+        """
+        self._kl.append(kl)
+        self._same += int(same.sum())
+        self._nll_reference += float(nll_reference.sum())
+        self._nll += float(nll.sum())
+        self._cosine += float(cosines.sum())
+        self._count += kl.size
+
+    @property
+    def divergences(self) -> np.ndarray:
+        """float64[count]: the KL divergence at each position, in the order of adding."""
+        return np.concatenate(self._kl) if self._kl else np.zeros(0)
+
     def result(self) -> TokenErrors:
         """The measures of everything added so far."""
         n = self._count
@@ -236,6 +252,11 @@ class TokenMeter:
             ppl_reference=_exp(self._nll_reference / n),
             cosine_mean=self._cosine / n,
         )
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> float:
+    """Sum of products. Not through BLAS: its threads would spin beside those of the caller."""
+    return float(np.einsum("i,i->", a.reshape(-1), b.reshape(-1)))
 
 
 def _plain(values: dict[str, object]) -> dict[str, object]:
