@@ -145,8 +145,6 @@ def _read_entry_points() -> None:
         _entry_points_read = True
         from importlib.metadata import entry_points  # 30 ms, so not before a name is asked for that is not ours
 
-        from importlib.metadata import entry_points  # slow to import, and needed only for formats of other packages
-
         for point in entry_points(group="halfbyte.formats"):
             try:
                 register(point.load())

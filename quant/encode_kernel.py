@@ -30,6 +30,7 @@ from .jit.simd import (
     zeros,
 )
 from .part_kernels import joined, scatter_words
+from .scaled import ScaledIntegers
 
 FIELDS = "source row_bytes columns blocks groups out out_bytes importance candidates candidate_count scratch scratch_bytes sums"
 """
@@ -49,6 +50,7 @@ SOURCES = {"f32": (F32, 4), "f16": (F16, 2), "bf16": (I16, 2)}
 
 def build(name: str, source: str, method: str, order: str):
     block_format = get_format(name)
+    assert isinstance(block_format, ScaledIntegers)
     grid, numbers = block_format.grid, block_format.numbers
     bias, affine, searching = float(grid.bias), numbers == 2, method == "search"
     nearest, search = nearest_of(grid), search_of(grid)

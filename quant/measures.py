@@ -218,9 +218,11 @@ class TokenMeter:
         self._cosine += float(cosine(reference_logits, logits).sum())
         self._count += targets.size
 
-    def add_measures(self, kl: np.ndarray, same: np.ndarray, nll_reference: np.ndarray, nll: np.ndarray, cosines: np.ndarray) -> None:
-        """The next positions by measures that a kernel made, each float64[n] (same: bool[n]): KL divergence, whether both have the same
-        most likely token, negative log-likelihood of the next token under the reference and the model, cosine of the logits.
+    def add_measures(
+        self, kl: np.ndarray, same: np.ndarray, nll_reference: np.ndarray, nll: np.ndarray, cosines: np.ndarray
+    ) -> None:
+        """The next positions by measures that a kernel made, each float64[n] (same: bool[n]): KL divergence, whether both have
+        the same most likely token, negative log-likelihood of the next token under reference and model, cosine of the logits.
         """
         self._kl.append(kl)
         self._same += int(same.sum())

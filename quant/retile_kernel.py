@@ -7,6 +7,7 @@ from .jit.fields import ArgumentBlock, view
 from .jit.memory import load_u16, store_i16
 from .jit.simd import I32, store, zeros
 from .part_kernels import gather_words, joined
+from .scaled import ScaledIntegers
 
 FIELDS = "source blocks groups out out_bytes scratch scratch_bytes"
 """
@@ -20,6 +21,7 @@ CODES, WORDS = 0, 1024
 
 def build(name: str):
     block_format = get_format(name)
+    assert isinstance(block_format, ScaledIntegers)
     block_bytes, tile_bytes, numbers = block_format.block_bytes, block_format.tile_bytes, block_format.numbers
     parts = tuple(type(part).__name__ for part in block_format.parts)
     tile_parts = tuple(type(part).__name__ for part in block_format.tile_parts or block_format.parts)

@@ -151,6 +151,20 @@ def test_token_errors_in_pieces_equal_the_formulas(n, vocabulary, seed, cut):
     assert found.cosine_mean == pytest.approx(cosine(p, q).mean(), rel=1e-12)
 
 
+def test_measures_made_elsewhere_count_like_logits():
+    p, q, targets = logits(40, 30)
+    by_logits, by_measures = TokenMeter(), TokenMeter()
+    by_logits.add(p, q, targets)
+    lp, lq, rows = log_softmax(p), log_softmax(q), np.arange(40)
+    for run in (slice(0, 13), slice(13, 40)):
+        at = rows[run], targets[run]
+        same = p[run].argmax(axis=1) == q[run].argmax(axis=1)
+        by_measures.add_measures(kl_divergence(p[run], q[run]), same, -lp[at], -lq[at], cosine(p[run], q[run]))
+    for key, value in by_logits.result().to_dict().items():
+        assert by_measures.result().to_dict()[key] == pytest.approx(value, rel=1e-12), key
+    np.testing.assert_allclose(by_measures.divergences, kl_divergence(p, q), rtol=1e-12)
+
+
 def test_token_meter_runs_over_a_large_vocabulary():
     p, q, targets = logits(9, 300_000)
     meter = TokenMeter()
