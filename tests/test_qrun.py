@@ -147,6 +147,15 @@ def test_stop_and_max_tokens(run):
     assert run("Hi", "--max-tokens", "0")[:2] == (0, "")
 
 
+def test_an_answer_without_end_is_cut_off_and_says_so(run):
+    engine = FakeEngine("x" * 3000, context=4000)
+    status, out, err = run("Hi", engine=engine)
+    assert (status, out) == (0, "x" * qrun.MOST_TOKENS + "\n")
+    assert err.startswith("note: ") and str(qrun.MOST_TOKENS) in err and "--max-tokens" in err
+    status, out, err = run("Hi", "--max-tokens", "5", engine=FakeEngine("x" * 3000))
+    assert (status, out, err) == (0, "xxxxx\n", "")
+
+
 def test_json(run):
     status, out, err = run("Hi", "--json", "--max-tokens", "3", "--seed", "5", engine=FakeEngine("Hé\x1b!"))
     answer = json.loads(out)

@@ -59,9 +59,12 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"must be ID=NUMBER, such as 1234=-5, not {text!r}") from None
 
 
+MOST_TOKENS = 1024
+"""Where an answer ends that nobody watches, unless told otherwise: a small model may repeat itself for ever."""
+
 SAMPLING = (
     # option, another spelling, field of SamplingParams, type, metavar, help
-    ("--max-tokens", "-n", "max_tokens", _whole(0), "N", "the most tokens of an answer (default: what the context holds)"),
+    ("--max-tokens", "-n", "max_tokens", _whole(0), "N", f"the most tokens of an answer (default {MOST_TOKENS}, in a chat none)"),
     ("--temperature", "--temp", "temperature", _real, "T", "0: the likeliest token, always (default); 1: the model's own spread"),
     ("--top-k", None, "top_k", _whole(0), "K", "choose among the K likeliest tokens (default 0: all)"),
     ("--top-p", None, "top_p", _real, "P", "among the likeliest that together reach probability P (default 1: all)"),
@@ -174,17 +177,23 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
 
 def _answer(engine: Engine, arguments: argparse.Namespace, prompt: str, params: SamplingParams, start: float) -> int:
     """One answer on stdout, nothing else there."""
+    from dataclasses import replace
+
     from ..engine.generation import GenerationState
     from ..engine.generation import run as answer
 
     loaded = time.perf_counter()
     ids = _prompt_ids(engine, arguments, prompt)
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=MOST_TOKENS)
     state = GenerationState(engine.tokenizer, ids, params, engine.context, continues=arguments.raw or engine.template is None)
     pieces = answer(engine, state)
     if arguments.json:
         _print_json(state, pieces, start, loaded)
     else:
         _print_text(pieces)
+        if arguments.max_tokens is None and state.finish_reason == "length":
+            print(f"note: the answer was cut off after {len(state.ids)} tokens (--max-tokens, --context)", file=sys.stderr)
     return 0
 
 
