@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from .checkpoint import Checkpoint
 from .hbf_checkpoint import TOKENIZER_CONFIG
 from .native_layout import TOKENIZER
 from .native_writer import NativeWriter
+from .pretokenizers import TokenizerError
 from .recipe import F16_MAX, Choice, Recipe, RecipeError, method_of, needs_range
 from .stream import Job, Measure, block_numbers, default_threads, streams
 from .tensor import Tensor, block_format
+from .tokenizer_json import compact, dumps, from_gguf
 
 _BLOCK = 1 << 22
 
@@ -242,7 +245,11 @@ def native_metadata(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
             keys[key] = checkpoint.metadata[key]
     tokenizer = checkpoint.tokenizer
     if tokenizer.json is not None:
-        keys[TOKENIZER] = _small_json(tokenizer.json)
+        keys[TOKENIZER] = compact(tokenizer.json).decode("utf-8", "replace")
+    elif tokenizer:
+        # A tokenizer.json is ready in half the time that GGUF's keys take, and that time is part of every start.
+        with suppress(TokenizerError):
+            keys[TOKENIZER] = dumps(from_gguf(checkpoint.metadata)).decode("utf-8", "replace")
     if tokenizer.config:
         config = {key: value for key, value in tokenizer.config.items() if key != "chat_template"}
         keys[TOKENIZER_CONFIG] = json.dumps(config, separators=(",", ":"))
@@ -267,17 +274,6 @@ def _describes_file(key: str) -> bool:
     """True for keys that say how one .hbf file is laid out, or where it came from: a new file has its own."""
     own = ("halfbyte.tensor.", "halfbyte.source.", "halfbyte.packed.")
     return key.startswith(own) or key in ("halfbyte.formats", "halfbyte.methods", "halfbyte.sources", "halfbyte.version", "halfbyte.recipe")
-
-
-def _small_json(raw: bytes) -> str:
-    """tokenizer.json without the indentation that doubles its size; as it is if it cannot be parsed."""
-    try:
-        text = raw.decode()
-        if text.count("\n", 0, 4096) < 16:
-            return text
-        return json.dumps(json.loads(text), ensure_ascii=False, separators=(",", ":"))
-    except (ValueError, RecursionError):
-        return raw.decode("utf-8", "replace")
 
 
 def file_digests(files: Iterable[Path]) -> list[str]:
