@@ -14,7 +14,7 @@ import argparse
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from .console import UsageError, run, safe_text
 
@@ -155,10 +155,42 @@ def open_engine(arguments: argparse.Namespace) -> Engine:
 
     path = arguments.model
     if not os.path.exists(path):
-        from ..formats.hub import resolve_source
+        from ..formats.sources import resolve_source
 
-        path = resolve_source(path)
-    return Engine(path, compute=arguments.compute, threads=arguments.threads, context=arguments.context)
+        path = resolve_source(path, lambda text: print(f"note: {text}", file=sys.stderr))
+    with _Loading() as loading:
+        return Engine(path, arguments.compute, arguments.threads, arguments.context, report=loading.report)
+
+
+class _Loading:
+    """A line on stderr, if that is a terminal, while a model takes long to load; it is wiped away at the end."""
+
+    WORDS: ClassVar = {"weights": "preparing weights", "kernels": "compiling kernels, once for this machine"}
+
+    def __init__(self) -> None:
+        self._show = sys.stderr is not None and sys.stderr.isatty()
+        self._due = time.monotonic() + 0.5
+        self._width = 0
+
+    def report(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._show and (now >= self._due or (what == "kernels" and done == 0)):
+            self._due = now + 0.1
+            self._write(f"{self.WORDS.get(what, what)} … {100 * done // max(total, 1)} %")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def __enter__(self) -> _Loading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            self._write("")
+            sys.stderr.write("\r")
+            sys.stderr.flush()
 
 
 def _prompt(arguments: argparse.Namespace) -> str | None:
