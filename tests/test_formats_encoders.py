@@ -180,13 +180,13 @@ def test_a_tensor_encoded_in_runs_of_rows_is_measured_as_one():
     from halfbyte.quant.measures import TensorMeter
 
     block_format, w = get_format("q8_0"), np.random.default_rng(3).standard_normal((90, 71)).astype(np.float32)
-    w[77, 65] = 9
+    w[77, 40] = 9
     whole, errors = encode(block_format, w, "blocks", method="nearest")
     meter, runs = TensorMeter(), []
     for rows in (slice(0, 32), slice(32, 80), slice(80, 90)):  # compiled, compiled, reference
         data, so_far = encode(block_format, w[rows], "blocks", method="nearest", meter=meter)
         runs.append(data)
     np.testing.assert_array_equal(np.concatenate(runs), whole)
-    assert so_far.worst_block == errors.worst_block == (77, 2)
+    assert so_far.worst_block == errors.worst_block == (77, 1)
     assert so_far.nmse == pytest.approx(errors.nmse, rel=1e-6)
     assert 1 - so_far.cosine == pytest.approx(1 - errors.cosine, rel=1e-4)
