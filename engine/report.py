@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..formats.checkpoint import Checkpoint
+from ..formats.decoder import Dimensions
 from ..quant.measures import TokenErrors, scored_positions
 from .compare import ReportError, TensorReport, check_comparable, compare_tensors, tensor_pairs
-from .model import Compute
+from .model import Compute, ModelError, architecture
 from .predictions import LogitMeter
 from .streaming import OUTPUTS, StreamedModel, StreamedWeights, load
 from .workers import Workers
@@ -133,9 +134,11 @@ def make_report(
     Raises ReportError for checkpoints or texts that cannot be compared, and what the readers raise.
     """
     check_comparable(model, reference)
-    total = sum(ours.size for _, ours, _ in tensor_pairs(model, reference))
     if ids is not None and (chunk < SMALLEST_CHUNK or ids.size < chunk):
         raise ReportError(f"{ids.size} tokens are less than one chunk, and a chunk has at least {SMALLEST_CHUNK}")
+    if ids is not None:
+        _check_ids(model, ids)
+    total = sum(ours.size for _, ours, _ in tensor_pairs(model, reference))
     done = 0
 
     def advance(weights: int) -> None:
@@ -151,6 +154,25 @@ def make_report(
         finally:
             workers.close()
     return report
+
+
+def why_not_run(checkpoint: Checkpoint) -> str | None:
+    """Why a checkpoint cannot be run, so that only its tensors can be compared; None if it can."""
+    if checkpoint.architecture is None:
+        return f"{checkpoint.path.name} holds weights only, no config.json and tokenizer.json: only tensors are compared"
+    try:
+        architecture(checkpoint.architecture)
+    except ModelError as error:
+        return f"{error}: only tensors are compared"
+    return None
+
+
+def _check_ids(model: Checkpoint, ids: np.ndarray) -> None:
+    """Token ids are rows of the embedding, which nobody checks later."""
+    assert model.architecture is not None
+    vocabulary = Dimensions.of(model.metadata, model.architecture).vocabulary
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise ReportError(f"{model.path}: its tokenizer gives token {int(ids.max())}, but the model has only {vocabulary} tokens")
 
 
 # ---- running side by side --------------------------------------------------------------------------------------------

@@ -1,0 +1,2 @@
+def report_html(data, report):
+    return "x"
