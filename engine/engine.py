@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as List
 from contextlib import ExitStack
@@ -58,8 +59,9 @@ class Engine:
     ):
         with ExitStack() as stack:
             self.checkpoint = stack.enter_context(open_checkpoint(path))
-            # Built in a thread, without the interpreter's lock, while weights and kernels are made ready.
+            # Both in threads, without the interpreter's lock, while weights and kernels are made ready.
             self.tokenizer = Tokenizer.from_files(self.checkpoint.tokenizer, wait=False)
+            threading.Thread(target=self.checkpoint.prefetch, name="prefetch", daemon=True).start()
             self.model = Model(self.checkpoint, compute, threads, context, capacity, report)
             stack.callback(self.model.close)
             self._closing = stack.pop_all()

@@ -99,12 +99,19 @@ class Checkpoint:
         config: dict[str, Any] | None = None,
         notes: Iterable[str] = (),
         closing: ExitStack | None = None,
+        prefetch: Callable[[], None] | None = None,
     ) -> None:
         self.path, self.kind, self.metadata, self.tensors, self.family = path, kind, metadata, tensors, family
         self.architecture = family.name if family else None
         self.tokenizer = tokenizer or TokenizerFiles()
         self.files, self.config, self.notes = list(files), config, list(notes)
         self._closing = closing or ExitStack()
+        self._prefetch = prefetch
+
+    def prefetch(self) -> None:
+        """Has the file's pages mapped before they are used, where weights are used where they lie. Returns when that is done."""
+        if self._prefetch is not None:
+            self._prefetch()
 
     @property
     def name(self) -> str:

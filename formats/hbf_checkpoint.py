@@ -72,6 +72,7 @@ def open_hbf(path: Path) -> Checkpoint:
             tokenizer=_tokenizer(path, metadata),
             files=[path],
             notes=notes,
+            prefetch=file.populate,
             closing=stack.pop_all(),
         )
 

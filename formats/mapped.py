@@ -75,10 +75,20 @@ class MappedFile:
         MADV_POPULATE_READ where there is one (Linux 5.14), which returns when the pages are in; else MADV_WILLNEED, which
         only starts the reading. Never an error: it is advice.
         """
-        if sys.platform == "linux" and not self._advise(_MADV_POPULATE_READ, offset, nbytes):
-            self._advise(mmap.MADV_WILLNEED, offset, nbytes)
-        elif sys.platform != "linux":
+        if not self._populate(offset, nbytes):
             self._advise(getattr(mmap, "MADV_WILLNEED", None), offset, nbytes)
+
+    def _populate(self, offset: int, nbytes: int | None) -> bool:
+        """MADV_POPULATE_READ through ctypes, which lets other threads run: mmap.madvise would hold them up until the disk has answered."""
+        if sys.platform != "linux" or self._map is None:
+            return False
+        import ctypes
+
+        end = self.size if nbytes is None else min(self.size, offset + nbytes)
+        start = offset - offset % mmap.PAGESIZE
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        return end <= start or madvise(self.address + start, end - start, _MADV_POPULATE_READ) == 0
 
     def release(self, offset: int = 0, nbytes: int | None = None) -> None:
         """Tells the kernel that these pages will not be needed soon, so that a streaming reader's memory stays small."""
