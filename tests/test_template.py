@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,25 @@ def test_a_template_may_cut_a_typed_special_token_apart():
     assert tokenizer.decode(ids, skip_special=False) == "<|im_start|>b<|im_end|>"
     with pytest.raises(TemplateError, match="without a tokenizer"):
         ChatTemplate("x").encode(USER)
+
+
+MODELS = Path(os.environ.get("HALFBYTE_MODELS", Path.home() / ".cache" / "halfbyte-models"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["smollm2-135m-instruct", "qwen2.5-coder-1.5b-instruct"])
+def test_ids_of_real_chats_are_transformers(folder):
+    transformers = pytest.importorskip("transformers")
+    if not (MODELS / folder / "tokenizer.json").is_file():
+        pytest.skip(f"needs {folder} in {MODELS} (HALFBYTE_MODELS)")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(MODELS / folder))
+    config = json.loads((MODELS / folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    chat = ChatTemplate.of(Tokenizer((MODELS / folder / "tokenizer.json").read_bytes(), config=config))
+    compared = 0
+    for label in ("one", "no_prompt", "system", "turns", "tools", "variables", "empty_text", "continue"):
+        case = cases.CASES[label]
+        options = {"add_generation_prompt": True, **case.get("options", {})}
+        expected = theirs.apply_chat_template(case["messages"], tokenize=True, return_dict=False, **options)
+        assert chat.encode(case["messages"], **options) == expected, label
+        compared += 1
+    assert compared == 8

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from halfbyte.engine.tokenizer import Tokenizer, TokenizerError
 from halfbyte.formats.pretokenizers import PRE_TOKENIZERS, get_pre_tokenizer, name_of, to_json
 from halfbyte.formats.tokenizer_gguf import gguf_keys
-from halfbyte.formats.tokenizer_json import dumps, from_gguf
+from halfbyte.formats.tokenizer_json import compact, dumps, from_gguf
 from halfbyte.quant.errors import HalfbyteError
 
 FOLDER = Path(__file__).parent / "data" / "tokenizers"
@@ -286,6 +286,15 @@ def test_broken_files_are_refused_in_one_line(raw):
     assert str(caught.value).startswith("tokenizer.json: ") and "\n" not in str(caught.value)
 
 
+def test_what_the_library_raises_while_encoding_is_named():
+    source = json.loads(dumps(from_gguf(small.sentencepiece_keys())))
+    source["model"] |= {"byte_fallback": False, "unk_token": "<nowhere>"}
+    tokenizer = Tokenizer(json.dumps(source).encode())
+    assert tokenizer.encode("the dog")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*<nowhere>"):
+        tokenizer.encode("the \U0010ffff")
+
+
 def test_a_decoder_that_is_not_understood_is_refused():
     for decoder in (None, {"type": "WordPiece", "prefix": "##", "cleanup": True}, {"type": "Fuse"}):
         with pytest.raises(TokenizerError, match="decoder"):
@@ -302,6 +311,21 @@ def test_corrupted_files_are_refused_or_work(data):
         assert isinstance(Tokenizer(bytes(raw)).encode("Hello world"), list)
     except HalfbyteError as error:
         assert "\n" not in str(error)
+
+
+def test_the_compact_form_is_the_same_tokenizer():
+    for raw in (small.byte_level(), dumps(from_gguf(small.sentencepiece_keys()))):
+        assert library(compact(raw)).to_str() == library(raw).to_str()
+        assert len(compact(raw)) <= len(raw)
+    assert isinstance(json.loads(compact(small.byte_level()))["model"]["merges"][0], str)
+    # Merges that a text could not tell apart, or that would be taken for a comment, stay pairs.
+    for pairs in ([["a ", "b"], ["c", "d"]], [["#version", "x"]]):
+        tokens = {token: i for i, token in enumerate(dict.fromkeys(part for a, b in pairs for part in (a, b, a + b)))}
+        raw = edited(model={"type": "BPE", "vocab": tokens, "merges": pairs})
+        assert json.loads(compact(raw))["model"]["merges"] == pairs
+        assert library(compact(raw)).to_str() == library(raw).to_str()
+    for raw in (b"", b"{", b"[1]", b"\xff"):
+        assert compact(raw) == raw
 
 
 # GGUF metadata
