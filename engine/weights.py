@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,6 +82,8 @@ class Weights:
         total, done = sum(t.nbytes for t in rest), 0
         if not rest:
             return
+        from concurrent.futures import ThreadPoolExecutor  # not needed by a .hbf
+
         with ThreadPoolExecutor(min(self._threads, os.cpu_count() or 1)) as pool:
             for tensor, matrix in zip(rest, pool.map(_made, rest), strict=True):
                 self._matrices[tensor.name] = matrix

@@ -13,7 +13,6 @@ import mmap
 import os
 import platform
 import struct
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterable
@@ -83,6 +82,9 @@ def prepare(names: Iterable[Name], report: Callable[[int, int], None] | None = N
 
 def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] | None) -> None:
     """Numba compiles under a lock of its own, so only processes run side by side. Each takes the next kernel when done with one."""
+    import subprocess
+    import threading
+
     count = min(len(todo), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
     command = [sys.executable, "-m", f"{__package__}.compile_worker"]
     workers = []
@@ -93,8 +95,6 @@ def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] |
             )
             workers.append(process)
         queue, done = list(reversed(todo)), 0
-        import threading
-
         lock = threading.Lock()
 
         def serve(process: subprocess.Popen[str]) -> None:
