@@ -1,7 +1,8 @@
 """Threads that run plans.
 
-One persistent thread per worker beyond the caller, each bound to a core of its own: unbound on a busy machine, two spinning workers may share a core and
-every barrier costs a time slice. The default number of workers is that of the physical cores this process may use.
+One persistent thread per worker beyond the caller. While a plan runs, each worker is bound to a core of its own, the caller too: unbound
+on a busy machine, two spinning workers may share a core, and every barrier costs a time slice. The default number of workers is that of
+the physical cores that this process may use.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class Workers:
         self._entry = _CALL(store.find(*INTERPRETER).address)
         self._field = {name: i for i, name in enumerate(SETTINGS.split())}
         self._closed = False
+        self._cores = _cores() if 1 < count <= default_threads() else []
         self._configure()
         self._turns = [threading.Semaphore(0) for _ in range(count - 1)]
         self._threads = [threading.Thread(target=self._serve, args=(w,), daemon=True, name=f"halfbyte-{w}") for w in range(1, count)]
@@ -97,7 +99,12 @@ class Workers:
                 raise ThreadsError("the workers are closed")
             self._settings[:4] = address, rows, tokens, 1
             self._settings[self._field["profile"]] = 0 if profile is None else profile.ctypes.data
-            self._post()
+            before = _bind(self._cores, 0)
+            try:
+                self._post()
+            finally:
+                if before is not None:
+                    os.sched_setaffinity(0, before)
 
     def close(self) -> None:
         """Ends the threads. May be called twice."""
@@ -133,7 +140,7 @@ class Workers:
         self._call(0)
 
     def _serve(self, worker: int) -> None:
-        _bind(worker, self.count)
+        _bind(self._cores, worker)
         if self._resident:
             self._call(worker)
             return
@@ -149,15 +156,23 @@ class Workers:
             raise ThreadsError("a kernel reported an error, which none can: this is a defect in Halfbyte")
 
 
-def _bind(worker: int, count: int) -> None:
-    """Binds the calling thread to the worker's core, within the mask that the process was given; one hyper-thread of each core first."""
-    if not hasattr(os, "sched_setaffinity") or count > default_threads():
-        return
+def _cores() -> list[int]:
+    """One processor of each physical core that the process may use; [] where threads cannot be bound."""
+    if not hasattr(os, "sched_setaffinity"):
+        return []
     first: dict[str, int] = {}
-    for cpu in sorted(os.sched_getaffinity(os.getpid())):
+    for cpu in sorted(os.sched_getaffinity(0)):
         first.setdefault(_core_of(cpu), cpu)
-    cores = list(first.values())
+    return list(first.values())
+
+
+def _bind(cores: list[int], worker: int) -> set[int] | None:
+    """Binds the calling thread to the worker's core. Returns where it was allowed to run before, or None if nothing was changed."""
+    if not cores:
+        return None
     try:
-        os.sched_setaffinity(threading.get_native_id(), {cores[worker % len(cores)]})
-    except OSError:
-        pass
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {cores[worker]})
+    except OSError:  # the mask may have been narrowed meanwhile
+        return None
+    return before
