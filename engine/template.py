@@ -2,8 +2,9 @@
 
 Templates are Jinja programs that come with a checkpoint. They run as transformers runs them: in Jinja's immutable sandbox, with
 loop controls, the `generation` tag, `tojson` that escapes neither HTML nor non-ASCII, `raise_exception` and `strftime_now`, and
-with messages whose null fields are left out. The sandbox keeps a template from reaching Python; it does not bound its time, so
-templates are taken from checkpoints and never from requests.
+with messages whose null fields are left out. The sandbox keeps a template from reaching Python. Rounds of loops, calls and what
+operators make are limited besides, as a checkpoint is not to be trusted; a template can still take a lot of memory, so templates
+are never taken from requests.
 
 A checkpoint without a template has none: nothing is guessed from the names of its tokens, and its user continues plain text.
 
@@ -13,6 +14,7 @@ A checkpoint without a template has none: nothing is guessed from the names of i
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +22,10 @@ from ..formats.errors import printable, some
 from ..quant.errors import HalfbyteError
 from .tokenizer import Tokenizer
 
-MAX_REPEAT = 1 << 24
-"""Longest text, list or number of bits that `*` and `**` may make in a template."""
+MAX_SIZE = 1 << 24
+"""Longest text or list, and most bits of a number, that an operator may make in a template."""
+MAX_STEPS = 300_000
+"""Most rounds of loops and calls in one rendering; real templates take a few for each message."""
 
 Message = Mapping[str, Any]
 
@@ -131,7 +135,7 @@ class _Compiled:
     """One template, and what kind of content it takes: text, lists of parts or both. Found out by trying, when it matters."""
 
     def __init__(self, source: str) -> None:
-        environment = _environment()
+        self._environment = environment = _environment()
         self._template = _guarded(lambda: environment.from_string(source))
         self._takes_parts: bool | None = None
         self._takes_text: bool | None = None if _LOOPS_OVER_CONTENT.search(source) else True
@@ -148,6 +152,7 @@ class _Compiled:
             return self._run([{"content": "", **message} for message in messages], values)
 
     def _run(self, messages: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
+        self._environment.begin()
         return _guarded(lambda: self._template.render(messages=messages, **values))
 
     def _fit(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +178,7 @@ class _Compiled:
 
 
 def _environment() -> Any:
-    """Jinja's environment as transformers sets it up, and no larger products than MAX_REPEAT."""
+    """Jinja's environment as transformers sets it up, with limits on steps and sizes."""
     import json
     from datetime import datetime
 
@@ -183,6 +188,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from jinja2.utils import Namespace
+    from jinja2.visitor import NodeTransformer
 
     class Generation(Extension):
         """{% generation %} … {% endgeneration %} marks what the assistant wrote, for training; here it is just its content."""
@@ -193,16 +199,70 @@ def _environment() -> Any:
             line = next(parser.stream).lineno
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
 
+    class Limiter(NodeTransformer):
+        """Puts `rounds` around what a loop runs over, and `joined` in the place of `~`."""
+
+        def visit_For(self, node: Any) -> Any:
+            node = self.generic_visit(node)
+            node.iter = self._call("rounds", [node.iter], node.lineno)
+            return node
+
+        def visit_Concat(self, node: Any) -> Any:
+            node = self.generic_visit(node)
+            return self._call("joined", node.nodes, node.lineno)
+
+        def _call(self, name: str, arguments: list[Any], line: int) -> Any:
+            return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
+
     class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"*", "**", "+"})
+        steps = threading.local()
+
+        def begin(self) -> None:
+            self.steps.left = MAX_STEPS
+
+        def take(self, count: int) -> None:
+            self.steps.left = getattr(self.steps, "left", MAX_STEPS) - count
+            if self.steps.left < 0:
+                raise SecurityError(f"it takes more than {MAX_STEPS} steps")
+
+        def rounds(self, items: Any) -> Any:
+            """What a loop runs over, with its rounds counted."""
+            if hasattr(items, "__len__"):
+                self.take(len(items))
+                return items
+            return self._one_by_one(items)
+
+        def _one_by_one(self, items: Any) -> Iterator[Any]:
+            for item in items:
+                self.take(1)
+                yield item
+
+        def joined(self, *parts: Any) -> str:
+            """What `~` makes."""
+            texts = [str(part) for part in parts]
+            self._limit("~", sum(map(len, texts)))
+            return "".join(texts)
+
+        def _limit(self, operator: str, size: int) -> None:
+            if size > MAX_SIZE:
+                raise SecurityError(f"{operator} would make something larger than {MAX_SIZE}")
+
+        def _generate(self, source: Any, *arguments: Any, **options: Any) -> str:
+            return super()._generate(Limiter().visit(source), *arguments, **options)
+
+        def call(__self, __context: Any, __object: Any, *arguments: Any, **named: Any) -> Any:
+            __self.take(1)
+            return super().call(__context, __object, *arguments, **named)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(x) if isinstance(x, (str, list, tuple)) else x for x in (left, right)]
-            if all(isinstance(size, int) for size in sizes):
-                base, times = sizes
-                bits = abs(base).bit_length() * times if operator == "**" else base * times
-                if bits > MAX_REPEAT and (operator == "**" or sizes != [left, right]):
-                    raise SecurityError(f"{operator} would make something larger than {MAX_REPEAT}")
+            sequences = [isinstance(x, (str, list, tuple)) for x in (left, right)]
+            if operator == "+" and all(sequences):
+                self._limit(operator, len(left) + len(right))
+            elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+                self._limit(operator, left.bit_length() * right)
+            elif operator == "*" and any(sequences) and isinstance(left, int) | isinstance(right, int):
+                self._limit(operator, left * len(right) if sequences[1] else len(left) * right)
             return super().call_binop(context, operator, left, right)
 
     class PlainNamespace(Namespace):

@@ -30,9 +30,9 @@ USER = [{"role": "user", "content": "Hi"}]
 # Where Halfbyte gives a text and transformers an error, or the repr of a list: text parts that the template does not take are
 # joined, and a template that reads the content of every message gets "" where a tool call has none.
 KINDER = {("null_content", "smollm2")}
-KINDER |= {("list_content", t) for t in ("smollm2", "qwen2.5", "llama3", "strict", "controls", "tojson")}
+KINDER |= {("list_content", t) for t in ("smollm2", "qwen2.5", "llama3", "strict", "controls", "tojson", "loops")}
 # transformers looks for the word "content" in the template's source before it continues a message.
-LOOSER = {("continue", t) for t in ("tojson", "undefined", "escape", "mutating")}
+LOOSER = {("continue", t) for t in ("tojson", "loops", "undefined", "escape", "mutating")}
 
 
 def ours(template, case):
@@ -72,7 +72,7 @@ def test_the_kept_answers_are_those_of_the_transformers_that_is_installed():
 def test_enough_of_them_render():
     texts = [key for key, result in EXPECTED.items() if "text" in result]
     assert len(texts) > 90
-    assert {"smollm2", "qwen2.5", "llama3", "controls", "parts", "strict", "tojson"} == {key.split("/")[0] for key in texts}
+    assert {"smollm2", "qwen2.5", "llama3", "controls", "parts", "strict", "tojson", "loops"} == {key.split("/")[0] for key in texts}
 
 
 # Content
@@ -164,6 +164,13 @@ def test_the_text_of_raise_exception_reaches_the_caller():
         "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ 1 / 0 }}",
         "{{ messages[99].content.x }}",
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(9999) %}{% for b in range(9999) | map('string') %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+        "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
         "{% for %}",
         "{{ unknown_function() }}",
         "{{ 'x' | unknown_filter }}",

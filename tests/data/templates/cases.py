@@ -77,6 +77,13 @@ TEMPLATES = {
 {%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif -%}
 {%- for d in documents or [] %}[{{ d.title }}]{% endfor -%}
 {%- if messages[-1].reasoning_content %}{{ messages[-1].reasoning_content }}{{ messages[-1].thinking }}{% endif -%}""",
+    "loops": """{%- for m in messages | rejectattr('role', 'equalto', 'system') -%}
+{{ loop.index }}/{{ loop.length }}{{ '!' if loop.last }}{{ loop.previtem.role if loop.previtem }}{{ loop.revindex0 }}
+{%- for key, value in m.items() if value is string %}{{ key ~ '=' ~ value ~ loop.index0 ~ nothing }};{% else %}-{% endfor -%}
+{%- else -%}none{%- endfor -%}
+{%- for item in [[1, [2, 3]], [4]] recursive %}({% if item is iterable %}{{ loop(item) }}{% else %}{{ item }}{% endif %}{{ loop.depth }}){% endfor -%}
+{%- for a, b in {'x': 1, 'y': 2} | dictsort %}{{ a }}{{ b }}{{ loop.cycle('p', 'q') }}{% endfor -%}
+{%- for nobody in missing %}?{% endfor -%}{{ 'ab' * 2 + 'c' }}{{ 2 ** 3 * 2 + 1 }}{{ [1] + [2] }}""",
     "tojson": "{{ messages | tojson }}{{ tools | tojson(ensure_ascii=True, sort_keys=True) }}{{ {'k': '<é&>'} | tojson(separators=(',', ':')) }}",
     "broken": "{% for message in messages %}{{ message.content }}",
     "undefined": "{{ nothing.at.all }}",
