@@ -5,7 +5,10 @@ Parameters: head size; the kind of panels. Tokens whose attention was done in on
 
 from __future__ import annotations
 
+from numba import float32
+
 from ...quant.jit.fields import ArgumentBlock, view
+from ...quant.jit.memory import store_f32
 from ...quant.jit.simd import F32, load
 from .attention import finish, fold, start
 from .layout import RECORD, SEQUENCE, SEQUENCE_BYTES, STEP, padded_head, part_bytes
@@ -43,6 +46,8 @@ def build(head_size_text: str, kind: str):
                         for i in range(q.splits):
                             fold(total, parts + (h * q.splits + i) * part, vectors)
                         finish(total, merged + h * (4 * head_size), head_size, vectors)
+                    for c in range(a.columns, 32 * blocks):
+                        store_f32(merged + 4 * c, float32(0))
                     x = merged
                 panel, width, column = locate(t, step.tokens, blocks, record)
                 for i in range(blocks):

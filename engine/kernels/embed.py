@@ -5,6 +5,8 @@ Parameters: the table's block format.
 
 from __future__ import annotations
 
+from numba import float32
+
 from ...quant.block import get_format
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_f32, load_i32, store_f32
@@ -15,7 +17,7 @@ from .panels import share
 
 FIELDS = "step table columns out out_stride scratch scratch_worker"
 """table    tiles
-out      float32, token t at out + t * out_stride bytes, written up to a multiple of 32 columns
+out      float32, token t at out + t * out_stride bytes, zero from `columns` up to a multiple of 32
 scratch  2048 bytes per worker
 """
 
@@ -43,6 +45,8 @@ def build(format_name: str):
                 out = a.out + t * a.out_stride + 128 * i
                 for k in range(32):
                     store_f32(out + 4 * k, load_f32(scratch + 64 * k + row % 16 * 4))
+            for k in range(a.columns, 32 * blocks):  # zeros do not always survive a block that is padded with them
+                store_f32(a.out + t * a.out_stride + 4 * k, float32(0))
 
     return kernel
 
