@@ -130,6 +130,20 @@ def test_names_of_hugging_face_lists():
     assert template.render(USER) == "D" and template.render(USER, tools=[{}]) == "T"
 
 
+def test_templates_in_files_of_their_own_come_first(tmp_path):
+    from halfbyte.formats.huggingface import tokenizer_files
+
+    (tmp_path / "tokenizer.json").write_bytes(small.byte_level())
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "from the config"}')
+    assert ChatTemplate.of(Tokenizer.from_files(tokenizer_files(tmp_path, []))).render(USER) == "from the config"
+    (tmp_path / "chat_template.jinja").write_text("from chat_template.jinja {{ messages[0].content }}")
+    assert ChatTemplate.of(Tokenizer.from_files(tokenizer_files(tmp_path, []))).render(USER) == "from chat_template.jinja Hi"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("for tools")
+    template = ChatTemplate.of(Tokenizer.from_files(tokenizer_files(tmp_path, [])))
+    assert template.render(USER, tools=[{}]) == "for tools" and template.render(USER).startswith("from chat_template.jinja")
+
+
 def test_no_template_is_none():
     assert ChatTemplate.of(Tokenizer(small.byte_level())) is None
 
