@@ -114,11 +114,6 @@ class Checkpoint:
             self._prefetch()
 
     @property
-    def name(self) -> str:
-        """What the model is called: its file's or folder's name without the ending, fit for a file name."""
-        return self.path.name if self.path.is_dir() else self.path.stem
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
@@ -135,6 +130,15 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} ({self.kind}, {self.architecture}): {len(self.tensors)} tensors, {self.nbytes / _GIB:.2f} GiB>"
+
+
+def model_name(path: Path) -> str:
+    """What a model at a path is called: the folder's or file's name; in the hub's cache the model's name, not the revision's."""
+    path = Path(os.path.abspath(path))
+    parts = path.parts
+    if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
+        return parts[-3].rsplit("--", 1)[-1]
+    return path.name
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

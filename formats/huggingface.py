@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape
+from .checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape, model_name
 from .decoder import EMBEDDING, HEAD
 from .errors import HeaderError, InputError, printable, some
 from .family import Family, TensorSpec, family_of_model_type
@@ -50,7 +50,7 @@ def _open_alone(path: Path) -> Checkpoint:
         weights, _ = open_weights(path.parent, path, stack)
         refuse_packed(path, weights.names)
         tensors = {name: weights.tensor(name) for name in weights.names}
-        note = f"{path.name} stands alone, without config.json and tokenizer.json: its weights can be inspected, converted and reported on, not run"
+        note = f"{path.name} stands alone, without config.json and tokenizer.json: it can be inspected, converted and reported on, not run"
         return Checkpoint(
             path,
             "safetensors",
@@ -143,7 +143,7 @@ def settle_head(tensors: dict[str, Tensor], tied: bool | None) -> list[str]:
 
 def _more_keys(folder: Path, config: Metadata) -> dict[str, Any]:
     """GGUF's keys on names, special tokens and sampling."""
-    keys: dict[str, Any] = {"general.name": _clean(folder.resolve().name)}
+    keys: dict[str, Any] = {"general.name": _clean(model_name(folder))}
     generation: Metadata = Metadata({}, GENERATION)
     if (folder / GENERATION).is_file():
         generation = Metadata(read_object(folder / GENERATION), GENERATION)

@@ -61,7 +61,7 @@ def refuse_packed(path: Path, names: Iterable[str]) -> None:
         name = next((name for name in names if pattern.search(name)), None)
         if name is not None:
             raise AlreadyQuantizedError(
-                f"{path.name}: the weights are already quantized with {tool} (it holds {some([name])}); convert the original checkpoint instead"
+                f"{path.name}: already quantized with {tool} (it holds {some([name])}); convert the original checkpoint instead"
             )
 
 
@@ -157,4 +157,6 @@ def _refuse_pickles(folder: Path) -> None:
         return
     pickles = sorted(path.name for path in files if path.suffix in (".bin", ".pt", ".pth"))
     if pickles:
-        raise InputError(folder, f"holds weights only as PyTorch pickles ({some(pickles, 2)}), which can run code; convert them to safetensors first")
+        raise InputError(
+            folder, f"holds weights only as PyTorch pickles ({some(pickles, 2)}), which can run code; convert them to safetensors first"
+        )

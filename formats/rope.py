@@ -68,9 +68,7 @@ def to_gguf(config: Metadata, arch: str, dimensions: int) -> tuple[dict[str, Any
             keys |= _yarn(config, rope, scaling)
         case "llama3":
             keys |= {ours: rope.number(name) for name, ours in _LLAMA3.items()}
-            factors = llama3_factors(
-                base, dimensions, *(keys[ours] for ours in _LLAMA3.values()), where=config.source
-            )
+            factors = llama3_factors(base, dimensions, *(keys[ours] for ours in _LLAMA3.values()), where=config.source)
     return keys, factors, notes
 
 

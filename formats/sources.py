@@ -22,11 +22,13 @@ def resolve_source(name: str | os.PathLike[str], tell: Callable[[str], None] = l
     Raises InputError if it is none of these, HubError or DemoError if it cannot be fetched.
     """
     text = os.fspath(name)
+    if not text:
+        raise InputError("''", "is no name of a model")
     path = Path(text)
     try:
         if path.exists():
             return path
-        for ending in _ENDINGS if text and not text.endswith(os.sep) else ():
+        for ending in _ENDINGS if not text.endswith(os.sep) else ():
             found = path.with_name(path.name + ending)
             if found.is_file():
                 return found

@@ -78,7 +78,7 @@ class Tensor(ABC):
         """The flat uint8 view of the mapped file where it holds tiles (.hbf), else None."""
         return None
 
-    def release(self, rows: RowSlice = None) -> None:
+    def release(self, rows: RowSlice = None) -> None:  # noqa: B027 - most tensors have nothing to release
         """Say that these rows will not be read again soon, so that their pages need not stay in memory."""
 
     def __repr__(self) -> str:

@@ -33,7 +33,8 @@ def refused(path, kind=HalfbyteError):
 def test_folder(tmp_path):
     stored = tiny.write_folder(tmp_path / "m")
     with open_checkpoint(tmp_path / "m") as found:
-        assert (found.kind, found.architecture, found.name, found.notes) == ("safetensors", "llama", "m", [])
+        assert (found.kind, found.architecture, found.notes) == ("safetensors", "llama", [])
+        assert found.metadata["general.name"] == "m"
         assert {tiny.gguf_name(name) for name in stored} == set(found.tensors)
         for name, value in stored.items():
             tensor = found.tensors[tiny.gguf_name(name)]
@@ -100,7 +101,15 @@ def test_gguf_fills_in_what_may_be_left_out(tmp_path):
 
 @pytest.mark.parametrize(
     "key",
-    ["num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps", "vocab_size", "max_position_embeddings"],
+    [
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "rms_norm_eps",
+        "vocab_size",
+        "max_position_embeddings",
+    ],
 )
 def test_a_missing_key_is_named(tmp_path, key):
     tiny.write_folder(tmp_path)
@@ -140,7 +149,11 @@ def test_a_missing_key_of_gguf_is_named(tmp_path):
         ({"hidden_size": 66}, MetadataTypeError, "'head_dim'"),
         ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, UnsupportedRopeError, "'spiral'"),
         ({"rope_scaling": {"type": "linear"}}, MissingKeyError, "'rope_scaling.factor'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}}, MissingKeyError, "'rope_scaling.high_freq_factor'"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
+            MissingKeyError,
+            "'rope_scaling.high_freq_factor'",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, UnsupportedRopeError, "'rope_parameters' differs by layer"),
         ({"model_type": "mistral", "sliding_window": 4096}, UnsupportedFeatureError, "'sliding_window'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, UnsupportedFeatureError, "'use_sliding_window'"),

@@ -286,11 +286,19 @@ def test_gguf_export_of_rows_that_are_not_whole_blocks(tmp_path):
     result = to_gguf(tmp_path / "m", tmp_path / "m.gguf", Recipe(4))
     down = next(t for t in result.tensors if t.name == "blk.0.ffn_down.weight")
     assert down.format == "f16" and "whole blocks" in down.reason
-    np.testing.assert_allclose(read_gguf(tmp_path / "m.gguf")["blk.0.ffn_down.weight"][1], stored["model.layers.0.mlp.down_proj.weight"], rtol=1e-3)
+    np.testing.assert_allclose(
+        read_gguf(tmp_path / "m.gguf")["blk.0.ffn_down.weight"][1], stored["model.layers.0.mlp.down_proj.weight"], rtol=1e-3
+    )
 
 
 def test_gguf_export_keeps_rotary_scaling(tmp_path):
-    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     tiny.write_folder(tmp_path / "m", tiny.llama_config(rope_scaling=scaling))
     to_gguf(tmp_path / "m", tmp_path / "m.gguf", Recipe(8))
     with open_checkpoint(tmp_path / "m") as folder, open_checkpoint(tmp_path / "m.gguf") as file:
@@ -330,7 +338,11 @@ def test_folder_export_of_quantized_weights(tmp_path):
     to_hbf(tmp_path / "m", tmp_path / "m.hbf", 4)
     to_folder(tmp_path / "m.hbf", tmp_path / "exact", Recipe(None, "f32"))
     to_folder(tmp_path / "m", tmp_path / "through", Recipe(4))
-    with open_checkpoint(tmp_path / "m.hbf") as ours, open_checkpoint(tmp_path / "exact") as exact, open_checkpoint(tmp_path / "through") as through:
+    with (
+        open_checkpoint(tmp_path / "m.hbf") as ours,
+        open_checkpoint(tmp_path / "exact") as exact,
+        open_checkpoint(tmp_path / "through") as through,
+    ):
         for name, tensor in ours.tensors.items():
             np.testing.assert_array_equal(exact.tensors[name].float32(), tensor.float32())
             rounded = tensor.float32().astype(ml_dtypes.bfloat16).astype(np.float32)

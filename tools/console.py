@@ -23,10 +23,10 @@ class UsageError(HalfbyteError):
 def run(main: Callable[[], int | None]) -> int:
     """Runs a command and gives its exit status.
 
-    Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_DEBUG=1 in the environment lets the
-    traceback through instead.
+    Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_TRACEBACK=1 in the environment lets
+    the traceback through instead.
     """
-    debug = os.environ.get("HALFBYTE_DEBUG", "") not in ("", "0")
+    debug = any(os.environ.get(name, "") not in ("", "0") for name in ("HALFBYTE_TRACEBACK", "HALFBYTE_DEBUG"))
     try:
         status = main() or 0
         sys.stdout.flush()

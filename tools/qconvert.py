@@ -1,8 +1,8 @@
 """qconvert: a checkpoint becomes a small file that runs, or is written for other programs.
 
-    qconvert model.safetensors --bits 4            model.q4_0.hbf beside it
-    qconvert HuggingFaceTB/SmolLM2-135M-Instruct   fetched from the hub first
-    qconvert model.q4_0.hbf --to gguf              for llama.cpp
+qconvert model.safetensors --bits 4            model.q4_0.hbf beside it
+qconvert HuggingFaceTB/SmolLM2-135M-Instruct   fetched from the hub first
+qconvert model.q4_0.hbf --to gguf              for llama.cpp
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def qconvert(
         str,
         typer.Argument(
             metavar="SRC",
-            help="a Hugging Face folder, a .safetensors, .gguf or .hbf file, a name on the Hugging Face hub, or smollm2 (a small demo model)",
+            help="a Hugging Face folder, a .safetensors, .gguf or .hbf file, a name on the hub, or smollm2 (a small demo model)",
         ),
     ],
     output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="OUT", help="default: beside the source")] = None,  # noqa: UP045

@@ -1,8 +1,8 @@
 """qinspect: what is in a model file or folder.
 
-    qinspect model.hbf
-    qinspect model.gguf --json
-    qinspect model.hbf --verify     read all of it, hold it against its checksums
+qinspect model.hbf
+qinspect model.gguf --json
+qinspect model.hbf --verify     read all of it, hold it against its checksums
 """
 
 from __future__ import annotations
@@ -79,9 +79,16 @@ def _print_text(found: Inspection, verified: bool) -> None:
     table(headings, rows, right=(1, 3, 4))
     weights = found.weights
     print(f"\n{len(found.tensors)} tensors, {weights:,} weights, {found.bits_per_weight:.3f} bits per weight")
-    print(", ".join(f"{name}: {count} tensors, {8 * nbytes / max(1, size):.2f} bits" for name, (count, size, nbytes) in _formats(found).items()))
+    print(
+        ", ".join(
+            f"{name}: {count} tensors, {8 * nbytes / max(1, size):.2f} bits" for name, (count, size, nbytes) in _formats(found).items()
+        )
+    )
     if verified:
-        print("verified: " + ("every checksum and every weight" if found.kind == "hbf" else "every weight is finite (the file has no checksums)"))
+        print(
+            "verified: "
+            + ("every checksum and every weight" if found.kind == "hbf" else "every weight is finite (the file has no checksums)")
+        )
     for text in found.notes:
         note(text)
 
