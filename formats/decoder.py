@@ -97,7 +97,7 @@ class Decoder(Family):
         keys[f"{self.name}.attention.head_count_kv"] = config.count("num_key_value_heads", default=heads)
         if not config.has("head_dim") and width % heads:
             raise MetadataTypeError(
-                f"{config.source}: 'hidden_size' ({width}) is not a multiple of 'num_attention_heads' ({heads}); 'head_dim' is missing"
+                f"{config.source}: 'hidden_size' ({width}) is not a multiple of 'num_attention_heads' ({heads}), without 'head_dim'"
             )
         head = config.count("head_dim", default=width // heads)
         keys[f"{self.name}.attention.key_length"] = keys[f"{self.name}.attention.value_length"] = head
@@ -159,7 +159,7 @@ class Decoder(Family):
         for key, other in (("attention.value_length", "value"), ("rope.dimension_count", "rotary")):
             if added[f"{arch}.{key}"] != head:
                 raise UnsupportedFeatureError(
-                    f"{metadata.source}: '{arch}.{key}' is {added[f'{arch}.{key}']}; a {other} size other than the head's, {head}, is not supported"
+                    f"{metadata.source}: '{arch}.{key}' is {added[f'{arch}.{key}']}; a {other} size other than {head}, the head's, is not supported"
                 )
         if metadata.get(f"{arch}.expert_count", 0, int):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported yet")

@@ -1,6 +1,7 @@
 """qconvert as it is typed: results, defaults, errors in one line, and outputs that survive kills, signals and full disks."""
 
 import importlib.util
+import io
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from safetensors.numpy import save_file
 
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.native import NativeFile
+from halfbyte.tools.qconvert import main
 
 _spec = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
@@ -26,6 +29,14 @@ posix = pytest.mark.skipif(os.name != "posix", reason="signals and limits of POS
 
 
 def run(*arguments, cwd=None, **options):
+    """A CompletedProcess; in this process, unless the child is to get limits of its own."""
+    if not options:
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", ["qconvert", *map(str, arguments)])
+            patch.chdir(cwd or Path.cwd())
+            status = main()
+        return subprocess.CompletedProcess(sys.argv, status, out.getvalue(), err.getvalue())
     environment = {**os.environ, "COLUMNS": "120", **options.pop("env", {})}
     return subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, env=environment, timeout=120, check=False, **options

@@ -14,6 +14,7 @@ import os
 import platform
 import struct
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,13 +43,16 @@ class Kernel:
 
 _kernels: dict[Name, Kernel] = {}
 _keep: list[object] = []  # mappings and JIT engines live as long as the process: addresses into them are everywhere
+_finding = threading.RLock()
 
 
 def find(module: str, *parameters: str) -> Kernel:
     """The kernel of that module with these parameters, compiled if need be (about a second)."""
     name = (module, *parameters)
     if name not in _kernels:
-        _kernels[name] = _from_disk(name) or _compile(name)
+        with _finding:  # encoders ask from several threads at once, and Numba's compiler is not made for that
+            if name not in _kernels:
+                _kernels[name] = _from_disk(name) or _compile(name)
     return _kernels[name]
 
 
@@ -83,7 +87,6 @@ def prepare(names: Iterable[Name], report: Callable[[int, int], None] | None = N
 def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] | None) -> None:
     """Numba compiles under a lock of its own, so only processes run side by side. Each takes the next kernel when done with one."""
     import subprocess
-    import threading
 
     count = min(len(todo), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
     command = [sys.executable, "-m", f"{__package__}.compile_worker"]
