@@ -15,7 +15,7 @@ from ..formats.decoder import Dimensions
 from ..formats.rope import FACTORS
 from ..quant.errors import HalfbyteError
 from .builder import Builder, Limits, split_sequences
-from .cache import PagedCache, Sequence
+from .cache import CacheFullError, PagedCache, Sequence
 from .kernels.layout import PAGE, SPLIT
 from .plan import Plan, Section
 from .rope import longest_context, rope_table
@@ -24,6 +24,7 @@ from .workers import Workers
 
 Compute = Literal["int8", "f32"]
 COMPUTES = ("int8", "f32")
+OUTPUTS = ("last", "all", "none")
 
 STEP_TOKENS = 512
 """Most tokens that one run of the plan takes; longer steps are run in parts. More are no faster, and buffers grow with it."""
@@ -116,11 +117,18 @@ class Model:
 
         Returns float32[outputs, vocabulary], the logits in the order of the work, valid until the next step (copy what is to be kept).
         Logits do not depend on what else is in the step, on how a prompt is cut into steps, or on the number of threads: bit for bit.
-        Raises TokenError, ContextError, CacheFullError before anything is run.
+        Raises TokenError, ContextError, CacheFullError, ModelError before anything is run or kept.
         """
         jobs = [(w.sequence, self._checked(w), w.outputs) for w in work]
-        for sequence, ids, _ in jobs:
-            self.cache.reserve(sequence, sequence.length + len(ids))
+        if len({id(sequence) for sequence, _, _ in jobs}) < len(jobs):
+            raise ModelError("a sequence can be in a step only once: give its tokens together")
+        try:
+            for sequence, ids, _ in jobs:
+                self.cache.reserve(sequence, sequence.length + len(ids))
+        except CacheFullError:
+            for sequence, _, _ in jobs:
+                self.cache.truncate(sequence, sequence.length)
+            raise
         parts = list(_parts(jobs, self._limits.tokens, self._limits.sequences))
         kept: list[np.ndarray] = []
         for part in parts:
@@ -141,12 +149,17 @@ class Model:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _checked(self, work: Work) -> np.ndarray:
+        if work.outputs not in OUTPUTS:
+            raise ModelError(f"outputs must be one of {', '.join(OUTPUTS)}, not {work.outputs!r}")
         try:
-            ids = np.asarray(work.ids, np.int64).reshape(-1)
-        except (OverflowError, TypeError, ValueError):
+            ids = np.asarray(work.ids).reshape(-1)
+        except (TypeError, ValueError):
             raise TokenError("token ids must be whole numbers") from None
         if ids.size == 0:
             raise TokenError("a step needs at least one token of each sequence")
+        if ids.dtype.kind not in "iu":
+            raise TokenError("token ids must be whole numbers")
+        ids = ids.astype(np.int64)
         if ids.size > 1 or not 0 <= ids[0] < self.vocabulary:
             bad = np.flatnonzero((ids < 0) | (ids >= self.vocabulary))
             if bad.size:

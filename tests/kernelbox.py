@@ -88,7 +88,7 @@ def quantized(x):
 
 
 def make_panels(kind, x=None, codes=None, scales=None):
-    """The bytes of panels that hold float32[n, columns], or given codes and scales. Lanes of tokens that are not there are NaN (or 0xFF)."""
+    """The bytes of panels that hold float32[n, columns], or given codes and scales. Lanes without a token are NaN (or 0xFF)."""
     if kind == "int8":
         if codes is None:
             codes, scales = quantized(x)
@@ -133,8 +133,8 @@ def panel_tokens(kind, panels, n, columns):
         else:
             cut = np.cumsum([0, 32 * width, 4 * width, 4 * width, 4 * width])
             kinds = (np.int8, np.float32, np.int32, np.int32)
-            fields = [np.ascontiguousarray(record[:, a:b]).view(t).reshape(blocks, width, -1) for a, b, t in zip(cut, cut[1:], kinds, strict=False)]
-            parts.append([f[:, :count].swapaxes(0, 1) for f in fields])
+            fields = [np.ascontiguousarray(record[:, a:b]).view(t) for a, b, t in zip(cut, cut[1:], kinds, strict=False)]
+            parts.append([f.reshape(blocks, width, -1)[:, :count].swapaxes(0, 1) for f in fields])
         at, first = at + size, first + width
     joined = [np.concatenate(p) for p in zip(*parts, strict=True)]
     if kind == "f32":

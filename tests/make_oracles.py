@@ -28,7 +28,10 @@ ORACLES = Path(__file__).parent / "oracles"
 
 @dataclass
 class Oracle:
-    """A model to make. dtype: of the saved weights. older: config.json as transformers 4 wrote it. every: keep each n-th position's logits."""
+    """A model to make.
+
+    dtype: of the saved weights. older: config.json as transformers 4 wrote it. every: the logits of each n-th position are kept.
+    """
 
     config: Any
     dtype: torch.dtype = torch.bfloat16
@@ -40,7 +43,8 @@ class Oracle:
 
 def llama(hidden: int, inner: int, heads: int, kv: int, vocabulary: int, kind: Any = hf.LlamaConfig, **more: Any) -> Any:
     sizes = {
-        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocabulary,
+        "hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv,
+        "vocab_size": vocabulary,
         "num_hidden_layers": 2, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         "tie_word_embeddings": False,
     }  # fmt: skip
@@ -51,6 +55,8 @@ def oracles() -> dict[str, Oracle]:
     llama3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
               "original_max_position_embeddings": 64}  # fmt: skip
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    linear = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     return {
         # the plain ones, float32
         "llama": Oracle(llama(64, 128, 4, 2, 256, tie_word_embeddings=True), torch.float32, 24),
@@ -66,11 +72,13 @@ def oracles() -> dict[str, Oracle]:
         # biases everywhere
         "biases": Oracle(llama(72, 40, 4, 2, 50, head_dim=16, attention_bias=True, mlp_bias=True)),
         # rotary scalings, and the spelling of older config files
-        "linear": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}), older=True),
+        "linear": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=linear), older=True),
         "yarn": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=yarn), tokens=100, every=3),
-        "dynamic": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), older=True),
+        "dynamic": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=dynamic), older=True),
         # more positions than attention takes in two parts
-        "long": Oracle(llama(72, 40, 3, 1, 50, head_dim=20, max_position_embeddings=1024, num_hidden_layers=1), tokens=700, every=29),
+        "long": Oracle(
+            llama(72, 40, 3, 1, 50, head_dim=20, max_position_embeddings=1024, num_hidden_layers=1), tokens=700, every=29
+        ),
     }  # fmt: skip
 
 

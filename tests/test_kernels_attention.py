@@ -52,7 +52,7 @@ class Case:
         return np.array(out)
 
     def run(self, workers=1, split=False, kind="f32", only=None):
-        """float32[tokens, heads * head size] from the panels of attention_merge. split: lone tokens' attention in parts. only: one sequence."""
+        """float32[tokens, heads * head size] from attention_merge. split: lone tokens' attention in parts. only: one sequence."""
         chosen = range(len(self.texts)) if only is None else [only]
         first = sum(count for _, count in self.texts[: chosen[0]])
         sequences = []

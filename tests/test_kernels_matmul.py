@@ -78,7 +78,7 @@ def test_a_token_does_not_see_its_neighbours(name, kind):
 
 @pytest.mark.parametrize("name", [n for n in BUILT_IN if get_format(n).integers])
 def test_integers_are_exact(name):
-    """With scales of 1 the sums are whole numbers below 2**24, and float32 holds them exactly: extremes of codes and activations included."""
+    """With scales of 1 the sums are whole numbers below 2**24, which float32 holds exactly; extremes of codes included."""
     rng = np.random.default_rng(3)
     form = get_format(name)
     rows, columns, tokens = 48, 96, 7

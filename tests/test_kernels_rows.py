@@ -142,7 +142,7 @@ def test_gather():
 @pytest.mark.parametrize("cache_type", ["f16", "f32"])
 @pytest.mark.parametrize(("head_size", "rotated"), [(24, 24), (64, 64), (64, 32), (80, 80)])
 def test_rope_store(head_size, rotated, cache_type):
-    """Pairs (i, i + rotated / 2) turned by the angle of the position; keys and values where attention looks for them, nothing else written."""
+    """Pairs (i, i + rotated / 2) turned by the position's angle; keys and values where attention looks, nothing else written."""
     rng = np.random.default_rng(5)
     heads, kv_heads = 4, 2
     angles = np.arange(200)[:, None] * (10.0 ** -np.linspace(0, 3, rotated // 2))
