@@ -111,9 +111,8 @@ class Decoder(Family):
         for key in ("hidden_act", "hidden_activation"):
             activation = config.get(key, self.activations[0], str)
             if activation not in self.activations:
-                raise UnsupportedFeatureError(
-                    f"{config.source}: {key} {activation!r:.60} is not supported for {self.name}; supported are {', '.join(self.activations)}"
-                )
+                known = ", ".join(self.activations)
+                raise UnsupportedFeatureError(f"{config.source}: {key} {activation!r:.60} is not supported for {self.name}, only {known}")
         if config.number("partial_rotary_factor", default=1.0) != 1.0 or rope.parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedFeatureError(f"{config.source}: 'partial_rotary_factor' other than 1 is not supported for {self.name}")
         layers = config.get("layer_types", [], list)
@@ -157,10 +156,10 @@ class Decoder(Family):
         added[f"{arch}.attention.value_length"] = metadata.count(f"{arch}.attention.value_length", default=head)
         added[f"{arch}.rope.dimension_count"] = metadata.count(f"{arch}.rope.dimension_count", default=head)
         for key, other in (("attention.value_length", "value"), ("rope.dimension_count", "rotary")):
-            if added[f"{arch}.{key}"] != head:
-                raise UnsupportedFeatureError(
-                    f"{metadata.source}: '{arch}.{key}' is {added[f'{arch}.{key}']}; a {other} size other than {head}, the head's, is not supported"
-                )
+            size = added[f"{arch}.{key}"]
+            if size != head:
+                problem = f"a {other} size other than the head's, {head}, is not supported"
+                raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.{key}' is {size}; {problem}")
         if metadata.get(f"{arch}.expert_count", 0, int):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported yet")
         if metadata.get(f"{arch}.attention.sliding_window", 0):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 from pathlib import Path
 
 import ml_dtypes
@@ -22,6 +23,8 @@ from halfbyte.quant.errors import FormatError, NonFiniteError
 _spec = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def to_hbf(source, out, *args, **options):
@@ -415,3 +418,54 @@ def test_chunks_cover_a_tensor(tmp_path, monkeypatch):
                 into.append(np.concatenate([piece.reshape(-1) for piece in stream.pieces]))
                 assert stream.nbytes == into[-1].nbytes
     assert all(np.array_equal(a, b) for a, b in zip(whole, cut, strict=True))
+
+
+PEER = Path.home() / ".cache" / "halfbyte-peer" / "build" / "bin" / "llama-completion"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PEER.exists(), reason="llama.cpp is not built")
+@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        tiny.llama_config(attention_bias=True, intermediate_size=86),
+        tiny.llama_config(rope_scaling={**LLAMA3, "original_max_position_embeddings": 64}),
+        tiny.llama_config(rope_scaling={"type": "linear", "factor": 2.0}),
+        tiny.llama_config(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}),
+        tiny.qwen2_config(tie_word_embeddings=False),
+    ],
+    ids=["biases", "llama3", "linear", "yarn", "qwen2"],
+)
+def test_llama_cpp_loads_what_is_exported(tmp_path, config, bits):
+    tiny.write_folder(tmp_path / "m", config, tiny.weights(config, head=not config["tie_word_embeddings"]))
+    to_hbf(tmp_path / "m", tmp_path / "m.hbf", bits)
+    to_gguf(tmp_path / "m.hbf", tmp_path / "m.gguf")
+    command = [PEER, "-m", tmp_path / "m.gguf", "-p", "Hello", "-n", "4", "--temp", "0", "-no-cnv", "-t", "1", "-c", "64"]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=60, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "config", [tiny.llama_config(attention_bias=True, rope_scaling=LLAMA3), tiny.qwen2_config()], ids=["llama", "qwen2"]
+)
+def test_transformers_loads_what_is_exported(tmp_path, config):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("torch", reason="torch is not installed")
+    tiny.write_folder(tmp_path / "m", config)
+    to_hbf(tmp_path / "m", tmp_path / "m.hbf", 4)
+    to_gguf(tmp_path / "m.hbf", tmp_path / "m.gguf")
+    to_folder(tmp_path / "m.gguf", tmp_path / "out", Recipe(None, "f32"))
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.encode("Hi<|im_end|>")[-1] == 257 and tokenizer.eos_token == "<|im_end|>"
+    state = model.state_dict()
+    with open_checkpoint(tmp_path / "m.hbf") as found:
+        for name in tiny.weights(config):
+            np.testing.assert_array_equal(state[name].numpy(), found.tensors[tiny.gguf_name(name)].float32())
+        theirs = model.config.to_dict()
+        rope = theirs.get("rope_parameters") or theirs["rope_scaling"] or {}
+        if config.get("rope_scaling"):
+            assert {key: rope[key] for key in LLAMA3} == LLAMA3
