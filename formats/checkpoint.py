@@ -205,7 +205,9 @@ def bind(
     Raises TensorListError with both lists.
     """
     there = set(names)
-    found, missing, used = [], [], set()
+    found: list[TensorSpec] = []
+    missing: list[str] = []
+    used: set[str] = set()
     for spec in specs:
         parts = spelled(spec)
         if parts and there.issuperset(parts):

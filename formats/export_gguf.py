@@ -26,6 +26,9 @@ from .tokenizer_gguf import gguf_keys
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32}
 """Values of general.file_type: the type that most weights have. A label for people; readers do not depend on it."""
 
+_KEPT = ("halfbyte.rope.", "halfbyte.eos_token_ids")
+"""Keys of ours that say what GGUF has no word for; other programs pass over them."""
+
 
 def export_gguf(
     checkpoint: Checkpoint,
@@ -123,7 +126,7 @@ def gguf_metadata(checkpoint: Checkpoint, main: str, notes: list[str]) -> dict[s
     own = ("halfbyte.", "tokenizer.huggingface.", "general.alignment", "split.")
     metadata = checkpoint.metadata
     keys: dict[str, Any] = {"general.architecture": checkpoint.architecture, "general.type": "model"}
-    keys |= {key: metadata[key] for key in metadata if not key.startswith(own)}
+    keys |= {key: metadata[key] for key in metadata if not key.startswith(own) or key.startswith(_KEPT)}
     tokenizer = checkpoint.tokenizer
     if tokenizer.json is not None and "tokenizer.ggml.tokens" not in metadata:
         generation = {

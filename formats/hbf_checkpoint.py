@@ -51,7 +51,8 @@ def open_hbf(path: Path) -> Checkpoint:
     """Opens a .hbf file; one without an architecture holds weights only. Raises FileFormatError and CheckpointError."""
     with ExitStack() as stack:
         file = stack.enter_context(NativeFile(path))
-        metadata, notes = Metadata(file.metadata, path.name), []
+        metadata = Metadata(file.metadata, path.name)
+        notes: list[str] = []
         found = None
         names = list(file.tensors)
         if metadata.has("general.architecture"):

@@ -49,7 +49,7 @@ def _open_alone(path: Path) -> Checkpoint:
     with ExitStack() as stack:
         weights, _ = open_weights(path.parent, path, stack)
         refuse_packed(path, weights.names)
-        tensors = {name: weights.tensor(name) for name in weights.names}
+        tensors: dict[str, Tensor] = {name: weights.tensor(name) for name in weights.names}
         note = f"{path.name} stands alone, without config.json and tokenizer.json: it can be inspected, converted and reported on, not run"
         return Checkpoint(
             path,

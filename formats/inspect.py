@@ -84,7 +84,8 @@ def inspect(path: Path, verify: bool = False, progress: Callable[[int], None] = 
     progress: called with bytes that were verified. Raises FileFormatError, ChecksumError, NonFiniteError.
     """
     with ExitStack() as stack:
-        file = stack.enter_context(_open(path))
+        file = _open(path)
+        stack.callback(file.close)
         found = _inspection(path, file)
         if verify:
             if isinstance(file, NativeFile):
@@ -118,7 +119,10 @@ def _inspection(path: Path, file: GGUFFile | NativeFile | SafetensorsFolder) -> 
         folder = path if path.is_dir() else path.parent
         config = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
         tensors = [TensorEntry(t.name, t.shape, t.dtype, t.nbytes, t.offset) for t in file.tensors.values()]
-        header = {"files": [shard.path.name for shard in file.files], **{f"metadata.{key}": value for key, value in file.metadata.items()}}
+        header: dict[str, Any] = {
+            "files": [shard.path.name for shard in file.files],
+            **{f"metadata.{key}": value for key, value in file.metadata.items()},
+        }
         kind = config.get("model_type")
         return Inspection(
             path,

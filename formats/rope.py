@@ -68,7 +68,8 @@ def to_gguf(config: Metadata, arch: str, dimensions: int) -> tuple[dict[str, Any
             keys |= _yarn(config, rope, scaling)
         case "llama3":
             keys |= {ours: rope.number(name) for name, ours in _LLAMA3.items()}
-            factors = llama3_factors(base, dimensions, *(keys[ours] for ours in _LLAMA3.values()), where=config.source)
+            factor, low, high, original = (keys[ours] for ours in _LLAMA3.values())
+            factors = llama3_factors(base, dimensions, factor, low, high, original, config.source)
     return keys, factors, notes
 
 
@@ -149,31 +150,39 @@ def to_config(metadata: Metadata, arch: str, factors: np.ndarray | None) -> dict
 
 
 def _llama3_from(metadata: Metadata, base: float, dimensions: int, factors: np.ndarray) -> dict[str, Any]:
-    """The four numbers of Llama 3's rule that give these factors."""
-    if all(metadata.has(ours) for ours in _LLAMA3.values()):
-        numbers = [metadata.number(ours) for ours in _LLAMA3.values()]
-    else:
-        # 1 / factor = (1 - smooth) / most + smooth, and smooth is linear in 1 / wave: two of the strictly interpolated points
-        # give low / (high - low) and original / (high - low). The rule knows only these ratios, so low is set to 1.
-        most = float(factors.max())
-        waves = 2 * np.pi * base ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
-        between = np.flatnonzero((factors > 1.0 + 1e-6) & (factors < most * (1 - 1e-6)))
-        if len(between) < 2 or len(factors) != len(waves):
-            raise UnsupportedRopeError(f"{metadata.source}: {FACTORS} is not Llama 3's scaling; config.json has no word for it")
-        smooth = (1.0 / factors[between] - 1.0 / most) / (1.0 - 1.0 / most)
-        slope, start = np.polyfit(1.0 / waves[between], smooth, 1)
-        span = -1.0 / start if start < 0 else math.nan
-        numbers = [most, 1.0, 1.0 + span, float(slope * span)]
-        if all(math.isfinite(number) for number in numbers):
-            numbers = [numbers[0], 1.0, _near(numbers[2]), _near(numbers[3])]
-    if not all(math.isfinite(number) for number in numbers) or not np.allclose(
-        llama3_factors(base, dimensions, *numbers, where=metadata.source), factors, rtol=1e-5
-    ):
+    """The four numbers of Llama 3's rule that give these factors. Raises UnsupportedRopeError if none do."""
+    numbers = [metadata.get(ours, math.nan, float) for ours in _LLAMA3.values()]
+    if not all(map(math.isfinite, numbers)) and len(factors) == dimensions // 2:
+        numbers = _fit_llama3(base, dimensions, np.asarray(factors, np.float64))
+    sound = all(math.isfinite(number) and number > 0 for number in numbers) and numbers[2] > numbers[1]
+    if not sound or not np.allclose(llama3_factors(base, dimensions, *numbers), factors, rtol=1e-5):
         raise UnsupportedRopeError(f"{metadata.source}: {FACTORS} is not Llama 3's scaling; config.json has no word for it")
-    numbers[3] = int(numbers[3]) if float(numbers[3]).is_integer() else numbers[3]
-    return dict(zip(_LLAMA3, numbers, strict=True))
+    return {name: int(n) if name.startswith("original") and n.is_integer() else n for name, n in zip(_LLAMA3, numbers, strict=True)}
+
+
+def _fit_llama3(base: float, dimensions: int, factors: np.ndarray) -> list[float]:
+    """factor, low, high and original for factors of a file that holds nothing else; NaN where they follow no such rule.
+
+    1 / factors = (1 - smooth) / most + smooth, and smooth = (original / wave - low) / (high - low) is linear in 1 / wave. The rule
+    knows only ratios of low, high and original, so low is set to 1. Where fewer than two frequencies are interpolated, high is
+    taken to be 4, as in all models so far.
+    """
+    most = float(factors.max())
+    waves = 2 * np.pi * base ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
+    between = np.flatnonzero((factors > 1 + 1e-6) & (factors < most * (1 - 1e-6)))
+    smooth = (1 / factors[between] - 1 / most) / (1 - 1 / most)
+    if len(between) >= 2:
+        slope, start = np.polyfit(1 / waves[between], smooth, 1)
+        span = -1 / start if start < 0 else math.nan
+        return [_near(number) for number in (most, 1.0, 1 + span, float(slope * span))]
+    if len(between) == 1:
+        original = float(waves[between[0]] * (1 + 3 * smooth[0]))
+    else:
+        kept = waves[factors <= 1 + 1e-6]
+        original = 4 * float(kept[-1]) if len(kept) else math.nan
+    return [_near(number) for number in (most, 1.0, 4.0, original)]
 
 
 def _near(number: float) -> float:
     """A number that float32 noise has moved off an integer, put back."""
-    return float(round(number)) if abs(number - round(number)) < 1e-3 * max(1.0, abs(number)) else number
+    return float(round(number)) if math.isfinite(number) and abs(number - round(number)) < 1e-3 * max(1.0, abs(number)) else number

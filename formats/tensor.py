@@ -21,7 +21,7 @@ SOURCE_TYPES = frozenset({"f64", "f8_e4m3", "f8_e5m2", "f8_e8m0", "i8", "i16", "
 """Element types that are never a block format, so that looking one up does not read the entry points of other packages."""
 
 
-_PLAIN = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
+_PLAIN: dict[str, np.dtype[Any]] = {"f32": np.dtype("<f4"), "f16": np.dtype("<f2"), "bf16": np.dtype("<u2")}
 
 
 class Tensor(ABC):

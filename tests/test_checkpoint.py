@@ -8,6 +8,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from halfbyte.formats.checkpoint import MissingKeyError, TensorListError, open_checkpoint
@@ -395,6 +397,41 @@ def test_gguf_that_is_not_a_whole_model(tmp_path):
     with open(tmp_path / "cut.gguf", "r+b") as file:
         file.truncate(file.seek(0, 2) - 1000)
     assert "truncated" in refused(tmp_path / "cut.gguf")
+
+
+anything = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["llama", "yarn", "gelu"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["rope_type", "factor", "rope_theta", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+KEYS = (*tiny.llama_config(), "rope_scaling", "rope_parameters", "head_dim", "text_config", "quantization_config", "layer_types")
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(key=st.sampled_from(KEYS), value=anything, file=st.sampled_from(["config.json", "generation_config.json", "tokenizer_config.json"]))
+def test_whatever_stands_in_a_config_there_is_a_named_error_or_a_model(tmp_path, key, value, file):
+    if not (tmp_path / "model.safetensors").exists():
+        tiny.write_folder(tmp_path)
+    tiny.write_json(tmp_path / "config.json", tiny.llama_config())
+    key = (
+        key
+        if file == "config.json"
+        else {"vocab_size": "chat_template", "hidden_act": "top_k", "rms_norm_eps": "temperature"}.get(key, key)
+    )
+    tiny.write_json(tmp_path / file, {**(tiny.llama_config() if file == "config.json" else {}), key: value})
+    try:
+        with open_checkpoint(tmp_path) as found:
+            assert set(found.tensors) >= {"token_embd.weight", "output_norm.weight"}
+            found.family.to_huggingface(found.metadata, found.tensors)
+    except HalfbyteError as error:
+        assert "\n" not in str(error) and all(c.isprintable() for c in str(error))
 
 
 def test_json_spelled_surrogates_do_no_harm(tmp_path):

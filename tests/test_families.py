@@ -74,6 +74,16 @@ def test_llama3_scaling_to_gguf_and_back(tmp_path):
         same(again, LLAMA3, rel=1e-3)
 
 
+@given(base=st.sampled_from([1e4, 5e5]), size=st.sampled_from([16, 32, 64, 128]), factor=st.sampled_from([8.0, 32.0]))
+def test_llama3_numbers_from_the_factors_alone(base, size, factor):
+    """However few frequencies are interpolated, the numbers that are found give the same factors."""
+    factors = rope.llama3_factors(base, size, factor, 1.0, 4.0, 8192)
+    metadata = Metadata({"llama.rope.freq_base": base, "llama.rope.dimension_count": size}, "m.gguf")
+    found = rope.to_config(metadata, "llama", factors)["rope_scaling"]
+    again = rope.llama3_factors(base, size, *(found[key] for key in list(LLAMA3)[1:]))
+    np.testing.assert_allclose(again, factors, rtol=1e-5)
+
+
 def test_factors_that_are_not_llama3s_are_refused(tmp_path):
     tiny.write_folder(tmp_path, tiny.llama_config(rope_theta=5e5, head_dim=64, rope_scaling=LLAMA3))
     with open_checkpoint(tmp_path) as found:

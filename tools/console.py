@@ -56,8 +56,9 @@ def run(main: Callable[[], int | None]) -> int:
         kind = type(error).__name__
         if hasattr(error, "format_message"):  # typer: the command line
             print_error(error.format_message())
-            if getattr(error, "ctx", None) is not None:
-                print(f"hint: {error.ctx.command_path} --help shows the options", file=sys.stderr)
+            context = getattr(error, "ctx", None)
+            if context is not None:
+                print(f"hint: {context.command_path} --help shows the options", file=sys.stderr)
             return USAGE
         if kind == "Abort":  # what typer makes of Ctrl-C
             return INTERRUPTED
