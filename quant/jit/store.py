@@ -292,14 +292,19 @@ def _key() -> str:
 
 
 def _processor() -> bytes:
+    """Model and features of the processor, and those that Numba was told to compile for."""
     wanted = os.environ.get("NUMBA_CPU_NAME", "") + "/" + os.environ.get("NUMBA_CPU_FEATURES", "")
-    try:
-        with open("/proc/cpuinfo", "rb") as file:
-            lines = file.read(1 << 14).split(b"\n\n")[0].split(b"\n")
-        keep = (b"vendor_id", b"cpu family", b"model\t", b"flags", b"Features", b"CPU part", b"CPU implementer")
-        return wanted.encode() + b"|".join(line for line in lines if line.startswith(keep))
-    except OSError:
-        return (wanted + platform.machine() + platform.processor()).encode()
+    for source in ("/sys/devices/system/cpu/modalias", "/proc/cpuinfo"):  # the second takes the kernel much longer to write
+        try:
+            with open(source, "rb") as file:
+                lines = file.read(1 << 14).split(b"\n\n")[0].split(b"\n")
+        except OSError:
+            continue
+        keep = (b"cpu:type", b"vendor_id", b"cpu family", b"model\t", b"flags", b"Features", b"CPU part", b"CPU implementer")
+        found = b"|".join(line for line in lines if line.startswith(keep))
+        if b"," in found or b" " in found:
+            return wanted.encode() + found
+    return (wanted + platform.machine() + platform.processor()).encode()
 
 
 def _version(package: str) -> bytes:
