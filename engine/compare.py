@@ -60,7 +60,8 @@ def check_comparable(model: Checkpoint, reference: Checkpoint) -> None:
             f"{pair} are of different architectures, {model.architecture!r} and {reference.architecture!r}: they cannot be compared"
         )
     ours, theirs = (Dimensions.of(c.metadata, c.architecture) for c in (model, reference))  # type: ignore[arg-type]
-    for field, what in (("vocabulary", "vocabularies"), ("layers", "numbers of layers"), ("width", "widths"), ("heads", "numbers of heads")):
+    whats = {"vocabulary": "vocabularies", "layers": "numbers of layers", "width": "widths", "heads": "numbers of heads"}
+    for field, what in whats.items():
         a, b = getattr(ours, field), getattr(theirs, field)
         if a != b:
             raise ReportError(f"{pair} have different {what}, {a} and {b}: they are not the same model")
@@ -84,7 +85,11 @@ def tensor_pairs(model: Checkpoint, reference: Checkpoint) -> list[tuple[str, Te
     if missing_ours:
         problems.append(f"{_name(model)} lacks {some(missing_ours)}")
     pairs = [(name, a, b) for name in names if (a := found(ours, name)) is not None and (b := found(theirs, name)) is not None]
-    other = [f"{printable(name, 120)} is {_shape(a)} in {_name(model)} and {_shape(b)} in {_name(reference)}" for name, a, b in pairs if a.shape != b.shape]
+    other = [
+        f"{printable(name, 120)} is {_shape(a)} in {_name(model)} and {_shape(b)} in {_name(reference)}"
+        for name, a, b in pairs
+        if a.shape != b.shape
+    ]
     if other:
         problems.append("; ".join(other[:4]) + (f" and {len(other) - 4} more" if len(other) > 4 else ""))
     if problems:

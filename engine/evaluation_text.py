@@ -16,8 +16,9 @@ _CHARACTERS = 8  # of text per token, at first; prose has 4
 def evaluation_tokens(model: Checkpoint, reference: Checkpoint, text: str, tokens: int, chunk: int) -> tuple[np.ndarray, list[str]]:
     """(int64[chunks * chunk] ids of the first whole chunks of a text, at least `tokens` of them if there are; what to tell the user).
 
-    As llama-perplexity does it: special tokens in the text are text; where the model wants a beginning-of-text token, one goes before the text, and
-    one takes the place of the first token of every chunk. Raises ReportError for a text shorter than a chunk and for tokenizers that differ.
+    As llama-perplexity does it: special tokens in the text are text; where the model wants a beginning-of-text token, one goes before the
+    text, and one takes the place of the first token of every chunk.
+    Raises ReportError for a text shorter than a chunk and for tokenizers that differ.
     """
     if chunk < SMALLEST_CHUNK:
         raise ReportError(f"a chunk must have at least {SMALLEST_CHUNK} tokens, not {chunk}")
@@ -36,13 +37,15 @@ def evaluation_tokens(model: Checkpoint, reference: Checkpoint, text: str, token
         _check_same(model, reference, ids, _encode(theirs, text, wanted))
         if ours.add_bos != theirs.add_bos:
             with_bos = model if ours.add_bos else reference
-            notes.append(f"only {_name(with_bos)} wants a beginning-of-text token; {'it is' if ours.add_bos else 'none is'} used, as {_name(model)} says")
+            used = "it is" if ours.add_bos else "none is"
+            notes.append(f"only {_name(with_bos)} wants a beginning-of-text token; {used} used, as {_name(model)} says")
     bos = tokenizer.bos_id if tokenizer.add_bos else None
     if bos is not None and ids[:1] != [bos]:
         ids.insert(0, bos)
     if len(ids) < chunk:
         raise ReportError(
-            f"the text has {len(ids)} tokens, which is less than one chunk of {chunk}: give a longer text, or a smaller --chunk (figures then differ)"
+            f"the text has {len(ids)} tokens, which is less than one chunk of {chunk}: "
+            "give a longer text, or a smaller --chunk (figures then differ)"
         )
     if len(ids) < wanted:
         notes.append(f"the text has {len(ids)} tokens; its {len(ids) // chunk} whole chunks of {chunk} are used")

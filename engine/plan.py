@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -128,7 +128,7 @@ class Plan:
         for row in range(section.start, section.stop):
             op = self.ops[row]
             kernel = store.find(*op.name)
-            values = {k: getattr(v, "address", v) for k, v in op.arguments.items()}
+            values: dict[str, Any] = {k: getattr(v, "address", v) for k, v in op.arguments.items()}
             try:
                 block = np.frombuffer(pack(kernel.fields, values), np.uint8)
             except HalfbyteError as error:

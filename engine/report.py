@@ -6,7 +6,8 @@ Three runs over the same text go side by side, section by section of their plans
     weights     the model, nothing rounded but its weights
     model       the model as it is used: with int8 activations and an f16 KV cache too
 
-What separates the first two is the error of the weights, the last two that of the activations. docs/accuracy.md says what each figure means.
+What separates the first two is the error of the weights, the last two that of the activations.
+docs/accuracy.md says what each figure means.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _run(
     def kernels(done: int, total: int) -> None:
         progress("kernels", done, total)
 
-    weights, others = StreamedWeights(model, workers.count), StreamedWeights(reference, workers.count)
+    weights, others = StreamedWeights(model, workers.count), StreamedWeights(reference, workers.count, exact=True)
     runs = [StreamedModel(reference, others, workers, "f32", chunk, kernels), StreamedModel(model, weights, workers, "f32", chunk, kernels)]
     if compute == "int8":
         runs.append(StreamedModel(model, weights, workers, "int8", chunk, kernels))
@@ -227,9 +228,10 @@ class _Work:
         self._cost = {}
         for section in runs[0].sections:
             rows = scored.stop - scored.start if section == "head" else chunk
-            # The embedding is looked up; 8 stands for that, and for what a section does besides multiplying.
-            sizes = [sum(m.rows * m.columns for m in run.matrices(section)) if section != "embed" else run.stream_columns * 8 for run in runs]
-            self._cost[section] = rows * sum(sizes)
+            matrices = [m for run in runs for m in run.matrices(section)]
+            # The embedding is looked up, not multiplied with.
+            weights = sum(m.columns if section == "embed" else m.rows * m.columns for m in matrices)
+            self._cost[section] = rows * weights
         self._total = chunks * sum(self._cost.values())
         progress("text", 0, self._total)
 
@@ -239,9 +241,7 @@ class _Work:
         self._progress("text", self._done, self._total)
 
 
-def _section(
-    runs: list[StreamedModel], section: str, texts: np.ndarray, streams: list[np.ndarray], meter: _Work
-) -> dict[str, Comparison]:
+def _section(runs: list[StreamedModel], section: str, texts: np.ndarray, streams: list[np.ndarray], meter: _Work) -> dict[str, Comparison]:
     """Takes all streams through a section. What its stages add is compared, and the stream behind it ("stream")."""
     stages = [run.stages(section) for run in runs]
     if len({tuple(s.name for s in each) for each in stages}) > 1:
@@ -299,9 +299,7 @@ class _DistanceMeter:
         return Distance(self._cosine / n, self._worst, self._error / n)
 
 
-def _predictions(
-    runs: list[StreamedModel], texts: np.ndarray, streams: list[np.ndarray], workers: Workers, meter: _Work
-) -> TokenReport:
+def _predictions(runs: list[StreamedModel], texts: np.ndarray, streams: list[np.ndarray], workers: Workers, meter: _Work) -> TokenReport:
     """Logits of the scored positions, a few at a time, compared where they lie."""
     chunk = texts.shape[1]
     scored = range(*scored_positions(chunk).indices(chunk))

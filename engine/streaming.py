@@ -1,7 +1,8 @@
 """A model of any size run on many texts at once: section by section of its plan, with only that section's matrices in memory.
 
-The residual streams of all texts are kept instead, and go through the sections together: embedding, layer after layer, head. The numbers are those of
-`Model.step` bit for bit: it is the same plan, run by the same workers. What passes from section to section is the residual stream alone.
+The residual streams of all texts are kept instead, and go through the sections together: embedding, layer after layer, head. The
+numbers are those of `Model.step` bit for bit: it is the same plan, run by the same workers. What passes from section to section is the
+residual stream alone.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ STAGES = {"attn_output": "attention", "ffn_down": "ffn"}
 class StreamedMatrix:
     """A matrix of a plan that is in memory only between `load` and `release`. It stands where a weights.Matrix stands."""
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, exact: bool):
         self._tensor = tensor
         self._loaded: Matrix | None = None
         self.name, self.rows, self.columns = tensor.name, tensor.rows, tensor.columns
         self.format = tensor.format if tensor.tiles() is not None else run_format(tensor.format, tensor.name)
+        if exact and self.format != tensor.format:
+            self.format = "f32"
 
     @property
     def integers(self) -> bool:
@@ -55,7 +58,7 @@ class StreamedMatrix:
     def load(self) -> None:
         """Makes the tiles, or finds them in the mapped file."""
         if self._loaded is None:
-            self._loaded = make_matrix(self._tensor)
+            self._loaded = make_matrix(self._tensor, self.format)
 
     def release(self) -> None:
         """Gives the memory back."""
@@ -64,16 +67,20 @@ class StreamedMatrix:
 
 
 class StreamedWeights(Weights):
-    """The weights of a checkpoint as StreamedMatrix, for one or several plans. Vectors, which are small, stay in memory."""
+    """The weights of a checkpoint as StreamedMatrix, for one or several plans. Vectors, which are small, stay in memory.
 
-    def __init__(self, checkpoint: Checkpoint, threads: int):
+    exact: what no kernel reads becomes f32, which loses nothing, not the format in which it is run otherwise (see weights.CONVERTED).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, threads: int, exact: bool = False):
         super().__init__(checkpoint, threads)
+        self._exact = exact
         self._streamed: dict[str, StreamedMatrix] = {}
 
     def matrix(self, name: str) -> StreamedMatrix:  # type: ignore[override]
         """The matrix of that name, not loaded; it must exist."""
         if name not in self._streamed:
-            self._streamed[name] = StreamedMatrix(self._tensors[name])
+            self._streamed[name] = StreamedMatrix(self._tensors[name], self._exact)
         return self._streamed[name]
 
 
@@ -89,7 +96,10 @@ class OneLayerCache(PagedCache):
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a section that ends with an addition to the residual stream, or with the section. name: what is added ("attention", "ffn")."""
+    """A part of a section that ends with an addition to the residual stream, or with the section.
+
+    name: what is added, "attention" or "ffn".
+    """
 
     name: str
     rows: Section
@@ -98,8 +108,8 @@ class Stage:
 class StreamedModel:
     """A plan over StreamedWeights for texts of `tokens` tokens each.
 
-    compute: "int8" (activations are rounded, the KV cache is f16) or "f32" (neither). Load the matrices of a section (`load`) before it runs.
-    Raises ModelError for a checkpoint that cannot be run, or whose context is shorter than `tokens`.
+    compute: "int8" (activations are rounded, the KV cache is f16) or "f32" (neither). Before a section runs, `load` its matrices and
+    `relink` it. Raises ModelError for a checkpoint that cannot be run, or whose context is shorter than `tokens`.
     """
 
     def __init__(
@@ -185,7 +195,7 @@ class StreamedModel:
         return found
 
     def run(self, stage: Stage, ids: np.ndarray, stream: np.ndarray) -> None:
-        """Runs a stage on one text: int[tokens] ids; float32[tokens, stream_columns], its residual stream, is replaced by what comes out."""
+        """Runs a stage on one text, int[tokens] ids. float32[tokens, stream_columns], its residual stream, becomes what comes out."""
         buffer = self._stream.floats(self.tokens)
         self._builder.step.ids[: self.tokens] = ids
         buffer[:] = stream

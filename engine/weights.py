@@ -109,9 +109,12 @@ class Weights:
         return self._vectors[name]
 
 
-def make_matrix(tensor: Tensor) -> Matrix:
-    """A tensor as kernels read it: where it is mapped, or made in memory. Raises WeightError for types that cannot be run."""
-    return _made(tensor) if tensor.tiles() is None else _mapped(tensor)
+def make_matrix(tensor: Tensor, name: str | None = None) -> Matrix:
+    """A tensor as kernels read it: where it is mapped, or made in memory, in the named format if there is one.
+
+    Raises WeightError for types that cannot be run.
+    """
+    return _made(tensor, name) if tensor.tiles() is None else _mapped(tensor)
 
 
 def _mapped(tensor: Tensor) -> Matrix:
@@ -129,11 +132,11 @@ def run_format(source: str, name: str = "") -> str:
     return CONVERTED[source]
 
 
-def _made(tensor: Tensor) -> Matrix:
+def _made(tensor: Tensor, name: str | None = None) -> Matrix:
     """Tiles made in memory, in chunks of rows so that no float copy of the whole is needed."""
     from .retile import exact_blocks
 
-    name = run_format(tensor.format, tensor.name)
+    name = name or run_format(tensor.format, tensor.name)
     form = get_format(name)
     rows, columns = tensor.rows, tensor.columns
     raw = np.empty(form.tiles_nbytes(rows, columns) + 64, np.uint8)

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="qreport",
         description="Compare a quantized model with its reference: tensor by tensor, layer by layer, token by token.",
-        epilog="examples: qreport model.q4_0.hbf --reference model/ | qreport model.gguf --reference model/ --tokens 10240 --html report.html",
+        epilog="examples: qreport model.hbf --reference model/ | qreport model.gguf --reference model/ --tokens 10240 --html report.html",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -53,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
     add("--text", metavar="FILE", help="text to predict, UTF-8; - is stdin (default: passages by Jane Austen)")
     add("--tokens", metavar="N", type=int, default=TOKENS, help=f"tokens of the text, in whole chunks (default {TOKENS})")
     add("--chunk", metavar="N", type=int, default=512, help="tokens of a context; the second half of each is scored (default 512)")
-    add("--compute", choices=("int8", "f32"), default="int8", help="activations of the model: int8 as it is used, or f32, so that only weights err")
+    add(
+        "--compute",
+        choices=("int8", "f32"),
+        default="int8",
+        help="activations of the model: int8 (default), or f32, so that only weights err",
+    )
     add("--tensors-only", action="store_true", help="compare tensors, run nothing")
     add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
     add("--json", action="store_true", help="print one JSON object")
@@ -135,8 +140,21 @@ def _report(model: Checkpoint, reference: Checkpoint, arguments: argparse.Namesp
         notes.append(reason)
     with _progress(0 if ids is None else ids.size) as progress:
         report = make_report(model, reference, ids, arguments.compute, arguments.threads, arguments.chunk, progress)
+    if ids is not None:
+        notes += _converted(model)
     report.notes = list(dict.fromkeys(notes))
     return report
+
+
+def _converted(model: Checkpoint) -> list[str]:
+    """What the engine runs in another format than the file has: what is measured of layers and predictions then includes that."""
+    from ..engine.weights import CONVERTED
+
+    kinds = {t.format: CONVERTED[t.format] for t in model.tensors.values() if not t.vector and t.format in CONVERTED}
+    return [
+        f"tensors in {kind} are run as {other}; what that changes is part of the errors of layers and predictions"
+        for kind, other in kinds.items()
+    ]
 
 
 def read_text(name: str | None, tokens: int) -> str:
@@ -177,7 +195,8 @@ def _progress(tokens: int) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description:8}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]:>14}"), TimeRemainingColumn())
+    rate_column = TextColumn("{task.fields[rate]:>14}")
+    columns = (TextColumn("{task.description:8}"), BarColumn(), TaskProgressColumn(), rate_column, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         tasks: dict[str, Any] = {}
         begun: dict[str, float] = {}

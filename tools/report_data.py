@@ -67,7 +67,13 @@ def _distance(d: Distance) -> dict[str, Any]:
 
 
 def _tokens(tokens: TokenReport, text: str) -> dict[str, Any]:
-    found = {**_predictions(tokens.total), "kl_standard_error": tokens.standard_error, "chunks": tokens.chunks, "chunk": tokens.chunk, "text": text}
+    found = {
+        **_predictions(tokens.total),
+        "kl_standard_error": tokens.standard_error,
+        "chunks": tokens.chunks,
+        "chunk": tokens.chunk,
+        "text": text,
+    }
     if tokens.weights is not None and tokens.activations is not None:
         whole, alone = tokens.total.kl_mean, tokens.weights.kl_mean
         found["weights"] = _predictions(tokens.weights)

@@ -47,11 +47,9 @@ def _print_tensors(tensors: list[dict[str, Any]]) -> None:
     worst_blocks = sorted((t for t in tensors if t["nmse"] > 0), key=lambda t: -t["worst_block"]["error"])[:WORST]
     if worst_blocks:
         print("\nworst blocks of 32 weights, their error in units of the tensor's mean size")
-        rows = [
-            (t["name"], t["format"], f"row {t['worst_block']['row']}, block {t['worst_block']['block']}", f"{t['worst_block']['error']:.2f}")
-            for t in worst_blocks
-        ]
-        table(("tensor", "format", "where", "error"), rows, right=(3,))
+        blocks = [(t["name"], t["format"], t["worst_block"]) for t in worst_blocks]
+        cells = [(name, form, f"row {b['row']}, block {b['block']}", f"{b['error']:.2f}") for name, form, b in blocks]
+        table(("tensor", "format", "where", "error"), cells, right=(3,))
 
 
 def _weights(tensor: dict[str, Any]) -> int:
@@ -91,7 +89,8 @@ def _print_tokens(tokens: dict[str, Any]) -> None:
         ],
         right=range(1, 8),
     )  # fmt: skip
-    print(f"perplexity of the reference: {tokens['ppl_reference']:.3f}; KL divergence {tokens['kl_mean']:.5f} ± {tokens['kl_standard_error']:.5f} nats")
+    kl, error = tokens["kl_mean"], tokens["kl_standard_error"]
+    print(f"perplexity of the reference: {tokens['ppl_reference']:.3f}; KL divergence {kl:.5f} ± {error:.5f} nats")
     if "shares" in tokens:
         shares = tokens["shares"]
         print(f"of that, weights {shares['kl_weights']:.5f} and int8 activations {shares['kl_activations']:+.5f}")

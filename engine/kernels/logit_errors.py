@@ -1,7 +1,7 @@
-"""Sums over the vocabulary by which two sets of logits are compared; the KL divergence and the cosine of a token follow from them.
+"""Sums over the vocabulary by which two sets of logits are compared: KL divergence and cosine of a token follow from them.
 
-A report compares hundreds of millions of logits, so this is a kernel. Sums are over runs of RUN columns, in float32; the caller adds the runs in
-float64. Exponentials are of the distance to the row's largest logit, which the caller has found.
+A report compares hundreds of millions of logits, so this is a kernel. Sums are over runs of LOGIT_RUN columns, in float32; the caller
+adds the runs in float64. Exponentials are of the distance to the row's largest logit, which the caller has found.
 """
 
 from __future__ import annotations
