@@ -212,7 +212,11 @@ def tensor_result(job: Job, choice: Choice, measure: Measure, nbytes: int) -> Te
 
 def inputs(checkpoint: Checkpoint) -> list[Path]:
     """Everything that an output must not be."""
-    return [*checkpoint.files, checkpoint.path]
+    found = [*checkpoint.files, checkpoint.path]
+    if checkpoint.kind == "safetensors" and checkpoint.family is not None:
+        folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+        found += [path for path in folder.iterdir() if path.suffix in (".json", ".jinja", ".safetensors", ".model")]
+    return found
 
 
 def files_nbytes(checkpoint: Checkpoint) -> int:

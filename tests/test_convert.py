@@ -369,7 +369,13 @@ def test_an_output_that_is_the_input_is_refused(tmp_path, kind):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     (tmp_path / "link.hbf").symlink_to(tmp_path / "m.hbf")
     for source, out in {
-        "hbf": [("m.hbf", "m.hbf"), ("m.hbf", "link.hbf"), ("m", "m/model.safetensors")],
+        "hbf": [
+            ("m.hbf", "m.hbf"),
+            ("m.hbf", "link.hbf"),
+            ("m", "m/model.safetensors"),
+            ("m", "m/config.json"),
+            ("m/model.safetensors", "m/tokenizer.json"),
+        ],
         "gguf": [("m.gguf", "m.gguf")],
         "folder": [("m", "m"), ("m.hbf", "m")],
     }[kind]:
