@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +118,20 @@ def convert(
     jobs = [plan(tensor, recipe) for tensor in kept]
     result = ConversionResult(Path(output), "hbf", recipe.asked, files_nbytes(checkpoint), left_out=left_out)
     result.notes += requantization_note(jobs)
-    with NativeWriter(output, inputs=inputs(checkpoint)) as writer, ThreadPoolExecutor(1, thread_name_prefix="hash") as hasher:
-        digests = hasher.submit(file_digests, checkpoint.files)
+    encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+    with NativeWriter(output, inputs=inputs(checkpoint)) as writer, closing(encoded), _digesting(checkpoint.files) as digests:
+        first = next(encoded)  # begins to encode, while the metadata are made
         for key, value in native_metadata(checkpoint, recipe).items():
             writer.add(key, value)
         for job, _ in jobs:
             writer.declare(job.tensor.name, job.tensor.shape, job.format, source=job.tensor.format)
-        try:
-            for stream, (job, choice) in zip(
-                streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance),
-                jobs,
-                strict=True,
-            ):
-                name = job.tensor.name
-                writer.write(name, stream.pieces)
-                done = tensor_result(job, choice, stream.measure, stream.nbytes)
-                writer.record(name, cosine=done.cosine, nmse=done.nmse, method=done.method)
-                result.tensors.append(done)
-            for key, value in source_keys(checkpoint, digests.result()).items():
-                writer.add(key, value)
-        except BaseException:
-            digests.cancel()
-            raise
+        for stream, (job, choice) in zip(chain([first], encoded), jobs, strict=True):
+            writer.write(job.tensor.name, stream.pieces)
+            done = tensor_result(job, choice, stream.measure, stream.nbytes)
+            writer.record(done.name, cosine=done.cosine, nmse=done.nmse, method=done.method)
+            result.tensors.append(done)
+        for key, value in source_keys(checkpoint, digests.result()).items():
+            writer.add(key, value)
     result.bytes_after = os.stat(output).st_size
     result.notes += replacement_note(result)
     return result
@@ -280,8 +274,19 @@ def _describes_file(key: str) -> bool:
     return key.startswith(own) or key in ("halfbyte.formats", "halfbyte.methods", "halfbyte.sources", "halfbyte.version", "halfbyte.recipe")
 
 
-def file_digests(files: Iterable[Path]) -> list[str]:
-    """SHA-256 of files, in hexadecimal. Reads with a small buffer, so that no mapping grows."""
+@contextmanager
+def _digesting(files: Sequence[Path]) -> Iterator[Future[list[str]]]:
+    """Digests of files, counted in a thread of its own, which ends when the block does."""
+    stop = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:
+        try:
+            yield pool.submit(file_digests, files, stop)
+        finally:
+            stop.set()
+
+
+def file_digests(files: Iterable[Path], stop: threading.Event | None = None) -> list[str]:
+    """SHA-256 of files, in hexadecimal. Reads with a small buffer, so that no mapping grows. Gives up early once `stop` is set."""
     digests = []
     buffer = bytearray(_BLOCK)
     for file in files:
@@ -289,5 +294,7 @@ def file_digests(files: Iterable[Path]) -> list[str]:
         with open(file, "rb", buffering=0) as stream:
             while count := stream.readinto(buffer):
                 digest.update(memoryview(buffer)[:count])
+                if stop is not None and stop.is_set():
+                    return []
         digests.append(digest.hexdigest())
     return digests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,11 @@ def export_gguf(
             writer.add(key, value, *_type(key))
         for job, _ in jobs:
             writer.declare(job.tensor.name, job.tensor.shape, _gguf_type(job.format))
-        done = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
-        for stream, (job, choice) in zip(done, jobs, strict=True):
-            writer.write(job.tensor.name, stream.pieces)
-            result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
+        encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+        with closing(encoded):
+            for stream, (job, choice) in zip(encoded, jobs, strict=True):
+                writer.write(job.tensor.name, stream.pieces)
+                result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
     result.bytes_after = os.stat(output).st_size
     result.notes += replacement_note(result)
     return result

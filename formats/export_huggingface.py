@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,11 @@ def export_huggingface(
         with ShardedWriter(folder, shard_bytes=shard_bytes) as writer:
             for job, _ in jobs:
                 writer.declare(names[job.tensor.name], job.tensor.shape, job.format)
-            done = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
-            for stream, (job, choice) in zip(done, jobs, strict=True):
-                writer.write(names[job.tensor.name], stream.pieces)
-                result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
+            encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+            with closing(encoded):
+                for stream, (job, choice) in zip(encoded, jobs, strict=True):
+                    writer.write(names[job.tensor.name], stream.pieces)
+                    result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
         for name, value in {"config.json": config, "generation_config.json": generation_json(checkpoint), **files}.items():
             _write(folder / name, value)
         result.bytes_after = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -109,14 +109,17 @@ def default_threads() -> int:
 
 def streams(
     jobs: Sequence[Job], threads: int, *, allow_nonfinite: bool = False, advance: Callable[[int], None] = lambda nbytes: None
-) -> Iterator[Stream]:
+) -> Generator[Stream, None, None]:
     """Yields a Stream per job, in order. Its pieces must be used up before the next one is asked for.
+
+    Encoding begins when the first stream is asked for, and goes on while the caller is busy with other things. Close the iterator
+    (contextlib.closing) if it is not used up.
 
     advance: called with bytes of the source that are done. Raises NonFiniteError by tensor, row and column, unless allowed.
     """
     queue: deque[Future[tuple[np.ndarray, Measure, int]]] = deque()
     work = ((job, rows) for job in jobs for rows in chunks(job))
-    most = 2 * threads + 2
+    most = 2 * threads + 8
     with ThreadPoolExecutor(threads, thread_name_prefix="encode") as pool:
 
         def fill() -> None:
@@ -137,6 +140,7 @@ def streams(
             stream.job.tensor.release()
 
         try:
+            fill()
             for job in jobs:
                 stream = Stream(job, iter(()))
                 stream.pieces = pieces(stream)

@@ -36,6 +36,11 @@ def run(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         _forget_stdout()
         return PIPE_CLOSED
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # typer takes it for an error
+            _forget_stdout()
+            return PIPE_CLOSED
+        raise
     except UsageError as error:
         print_error(error)
         return USAGE
