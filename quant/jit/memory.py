@@ -82,33 +82,36 @@ def sqrt_f32(typing_context, x):
 
 # ---- atomics ---------------------------------------------------------------------------------------------------------
 
+# Sequentially consistent: who ends a barrier writes the generation and then looks for sleepers, who sleeps counts itself and then looks
+# at the generation. With acquire and release alone, ARM may look before it writes, and a sleeper is never woken. The same code on x86.
+
 
 @intrinsic
 def atomic_add(typing_context, address, value):
-    """Adds to an int32 and returns its old value; acquire and release."""
+    """Adds to an int32 and returns its old value."""
 
     def codegen(context, b, sig, values):
-        return b.atomic_rmw("add", emit.pointer(b, values[0], _I32), values[1], "acq_rel")
+        return b.atomic_rmw("add", emit.pointer(b, values[0], _I32), values[1], "seq_cst")
 
     return types.int32(types.int64, types.int32), codegen
 
 
 @intrinsic
 def atomic_load(typing_context, address):
-    """An int32, acquire."""
+    """An int32."""
 
     def codegen(context, b, sig, values):
-        return b.load_atomic(emit.pointer(b, values[0], _I32), "acquire", 4)
+        return b.load_atomic(emit.pointer(b, values[0], _I32), "seq_cst", 4)
 
     return types.int32(types.int64), codegen
 
 
 @intrinsic
 def atomic_store(typing_context, address, value):
-    """An int32, release."""
+    """Stores an int32."""
 
     def codegen(context, b, sig, values):
-        b.store_atomic(values[1], emit.pointer(b, values[0], _I32), "release", 4)
+        b.store_atomic(values[1], emit.pointer(b, values[0], _I32), "seq_cst", 4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int32), codegen
