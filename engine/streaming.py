@@ -59,6 +59,8 @@ class StreamedMatrix:
         """Makes the tiles, or finds them in the mapped file."""
         if self._loaded is None:
             self._loaded = make_matrix(self._tensor, self.format)
+            if self._tensor.tiles() is None:
+                self._tensor.release()  # what was read to make the tiles is not needed beside them
 
     def release(self) -> None:
         """Gives the memory back."""

@@ -93,7 +93,7 @@ def test_tables(run):
     assert re.search(r"^attn_q +q4_0 +2 +4\.50 +0\.99\d+ ", out, re.M)
     assert re.search(r"^ +1 +0\.9\d+ +0\.9\d+ +0\.9\d+ ", out, re.M), "a line for layer 1"
     assert re.search(r"^weights alone +0\.\d+", out, re.M) and re.search(r"^activations alone +0\.\d+", out, re.M)
-    assert "30 tokens of 2 chunks of 32" in out
+    assert "30 tokens, in the second half of each of 2 chunks of 32; text: built-in\n" in out
 
 
 def test_a_text_of_ones_own(run, root, monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..engine.report import Report
 from .display import one_line, size_text
-from .report_text import kind_of
+from .report_text import kind_of, scored_text
 from .svg import COLOURS, Plot, escape
 
 _STYLE = """
@@ -100,11 +100,7 @@ def _tokens(tokens: dict[str, Any], divergences: np.ndarray) -> str:
         )
         for name, t in rows
     ]  # fmt: skip
-    text = (
-        f"{tokens['count']} tokens of {tokens['chunks']} chunks of {tokens['chunk']}, the second half of each; "
-        f"text: {one_line(tokens['text'])}. "
-        f"KL divergence {_number(tokens['kl_mean'])} ± {_number(tokens['kl_standard_error'])} nats per token."
-    )
+    text = f"{scored_text(tokens)}. KL divergence {_number(tokens['kl_mean'])} ± {_number(tokens['kl_standard_error'])} nats per token."
     if "shares" in tokens:
         shares = tokens["shares"]
         text += f" Of that, weights {_number(shares['kl_weights'])} and 8-bit activations {_number(shares['kl_activations'])}."

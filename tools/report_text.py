@@ -24,6 +24,13 @@ def print_report(data: dict[str, Any]) -> None:
     print(f"\n{data['seconds']:.1f} s")
 
 
+def scored_text(tokens: dict[str, Any]) -> str:
+    """Which tokens were scored, in words."""
+    count, chunks = tokens["count"], tokens["chunks"]
+    of = "a chunk" if chunks == 1 else f"each of {chunks} chunks"
+    return f"{count} tokens, in the second half of {of} of {tokens['chunk']}; text: {one_line(tokens['text'])}"
+
+
 def kind_of(name: str) -> str:
     """What a tensor is in any layer: attn_q of blk.3.attn_q.weight."""
     pieces = name.removesuffix(".weight").split(".")
@@ -74,7 +81,7 @@ def _print_layers(layers: list[dict[str, Any]]) -> None:
 
 
 def _print_tokens(tokens: dict[str, Any]) -> None:
-    print(f"\npredictions: {tokens['count']} tokens of {tokens['chunks']} chunks of {tokens['chunk']}, text: {one_line(tokens['text'])}")
+    print(f"\npredictions: {scored_text(tokens)}")
     rows = [("model", tokens)]
     if "weights" in tokens:
         rows += [("weights alone", tokens["weights"]), ("activations alone", tokens["activations"])]
