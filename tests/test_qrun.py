@@ -136,9 +136,9 @@ def test_sampling_options_reach_the_sampler():
     )  # fmt: skip
 
 
-def test_defaults_are_greedy_and_endless():
+def test_defaults_are_greedy():
     params = qrun.sampling(qrun.parser().parse_args(["m", "p"]))
-    assert params.greedy and params.max_tokens is None and params.repetition_penalty == 1.0 and params.stop == ()
+    assert params.greedy and params.max_tokens == qrun.MOST_TOKENS and params.repetition_penalty == 1.0 and params.stop == ()
 
 
 def test_stop_and_max_tokens(run):
@@ -617,6 +617,15 @@ def test_a_model_without_a_template_cannot_chat():
     assert left(talk) == 1
 
 
+def test_keys_typed_during_an_answer_wait_for_the_next_message(terminal):
+    talk = terminal('"abcdefghij" * 4, "again", context=400, pause=0.02')
+    talk.send("Hi\r")
+    talk.expect("abc")
+    talk.send("/stats\r")
+    talk.expect(r"defghij(abcdefghij){3}\r\n")  # nothing of it within the answer
+    talk.expect("1 turns kept")
+
+
 def test_interrupt_restores_the_handler():
     before = signal.getsignal(signal.SIGINT)
     with chat.Interrupt() as stop:
@@ -626,3 +635,64 @@ def test_interrupt_restores_the_handler():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+# --- with a model ---------------------------------------------------------------------------------------------------------------
+
+_tiny = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
+tiny = importlib.util.module_from_spec(_tiny)
+_tiny.loader.exec_module(tiny)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny random model as .hbf, so that a second start finds all its kernels ready."""
+    from halfbyte.formats.checkpoint import open_checkpoint
+    from halfbyte.formats.convert import convert
+    from halfbyte.formats.recipe import Recipe
+
+    folder = tmp_path_factory.mktemp("qrun")
+    tiny.write_folder(folder / "model", tiny.llama_config(max_position_embeddings=256))
+    with open_checkpoint(folder / "model") as checkpoint:
+        convert(checkpoint, folder / "model.hbf", Recipe(bits=8))
+    return folder / "model.hbf"
+
+
+def real(model, *arguments, code=None):
+    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "halfbyte.tools.qrun"]
+    done = subprocess.run([*command, str(model), *arguments], capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_conversation_is_what_it_would_be_without_a_memory(model):
+    """Each turn reuses what the turns before left in the cache; the answers are those of a cache that is empty."""
+    with halfbyte.Engine(model, threads=2) as engine:
+        params = SamplingParams(temperature=1.0, seed=3, max_tokens=9)
+        free = engine.model.cache.free_positions
+        talk = Conversation(engine, params)
+        for question in ("Hello there", "And again", "Why?"):
+            before = [*talk.messages, {"role": "user", "content": question}]
+            said = ask(talk, question)
+            assert said == "".join(p.text for p in engine.generate(before, params))
+        assert talk.last.reused > 30
+        talk.close()
+        assert engine.model.cache.free_positions == free
+
+
+def test_same_seed_same_text_whatever_the_threads(model):
+    options = ("--raw", "--json", "--temperature", "1", "--top-k", "50", "--seed", "11", "--max-tokens", "20", "--ignore-eos")
+    first, second, other = (json.loads(real(model, "Hello", *options, "--threads", n)) for n in ("1", "2", "2"))
+    assert len(first["token_ids"]) == 20
+    assert first["text"] == second["text"] == other["text"] and first["token_ids"] == second["token_ids"]
+    assert json.loads(real(model, "Hello", *options, "--seed", "12"))["token_ids"] != first["token_ids"]
+
+
+def test_nothing_heavy_is_imported_with_a_model_either(model):
+    code = f"import sys; from halfbyte.tools.qrun import main; main(); print('\\nloaded', sorted(set(sys.modules) & {HEAVY!r}))"
+    real(model, "Hello", "--raw", "--max-tokens", "3")  # the first start on a machine compiles
+    assert real(model, "Hello", "--raw", "--max-tokens", "3", code=code).endswith("\nloaded ['json']\n")  # for the tokenizer
+    with_template = real(model, "Hello", "--max-tokens", "3", code=code).splitlines()[-1]
+    assert "jinja2" in with_template
+    for name in ("numba", "llvmlite", "typer", "rich", "prompt_toolkit", "gguf", "huggingface_hub", "ml_dtypes", "numpy.random"):
+        assert f"'{name}'" not in with_template

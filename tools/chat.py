@@ -336,6 +336,29 @@ class Interrupt:
         self._pressed = True
 
 
+class Quiet:
+    """While it is entered, the terminal does not show what is typed: keys meant for the next message do not mix with the answer."""
+
+    def __enter__(self) -> None:
+        self._before: list[Any] | None = None
+        try:
+            import termios
+        except ImportError:  # Windows
+            return
+        try:
+            before = termios.tcgetattr(sys.stdin)
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+            self._before = before
+        except (OSError, ValueError, termios.error):  # no terminal
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            import termios
+
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+
+
 def chat(engine: Engine, params: SamplingParams, system: str | None = None, name: str = "") -> int:
     """A chat in the terminal, until /exit or Ctrl-D. Returns the exit status."""
     if engine.template is None:
@@ -371,7 +394,7 @@ def _line(commands: Commands, line: str) -> None:
 
 def _turn(conversation: Conversation, question: str) -> None:
     """One question and its answer, as it is made."""
-    with Interrupt() as stop:
+    with Quiet(), Interrupt() as stop:
         answer = conversation.ask(question, stop)
         if conversation.forgotten:
             turns = "turn was" if conversation.forgotten == 1 else f"{conversation.forgotten} turns were"
@@ -394,7 +417,7 @@ def _turn(conversation: Conversation, question: str) -> None:
 def _why_length(conversation: Conversation) -> str:
     stats, params = conversation.last, conversation.params
     if params.max_tokens is not None and stats.tokens >= params.max_tokens:
-        return f"; ended at max_tokens {params.max_tokens}"
+        return f"; ended at max_tokens (/set max_tokens {2 * params.max_tokens or 100} allows more)"
     return f"; the context of {conversation.engine.context} tokens is full (--context N makes it larger)"
 
 

@@ -60,11 +60,11 @@ def _bias(text: str) -> tuple[int, float]:
 
 
 MOST_TOKENS = 1024
-"""Where an answer ends that nobody watches, unless told otherwise: a small model may repeat itself for ever."""
+"""Where an answer ends unless told otherwise: a small model may repeat itself for ever."""
 
 SAMPLING = (
     # option, another spelling, field of SamplingParams, type, metavar, help
-    ("--max-tokens", "-n", "max_tokens", _whole(0), "N", f"the most tokens of an answer (default {MOST_TOKENS}, in a chat none)"),
+    ("--max-tokens", "-n", "max_tokens", _whole(0), "N", f"the most tokens of an answer (default {MOST_TOKENS})"),
     ("--temperature", "--temp", "temperature", _real, "T", "0: the likeliest token, always (default); 1: the model's own spread"),
     ("--top-k", None, "top_k", _whole(0), "K", "choose among the K likeliest tokens (default 0: all)"),
     ("--top-p", None, "top_p", _real, "P", "among the likeliest that together reach probability P (default 1: all)"),
@@ -140,6 +140,7 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
     given = {field: getattr(arguments, field) for _, _, field, *_ in SAMPLING}
     given = {field: value for field, value in given.items() if value is not None}
     given.setdefault("repetition_window", 64)
+    given.setdefault("max_tokens", MOST_TOKENS)
     try:
         return SamplingParams(
             **given, stop=arguments.stop, logit_bias=dict(arguments.logit_bias), ignore_eos=arguments.ignore_eos
@@ -209,15 +210,11 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
 
 def _answer(engine: Engine, arguments: argparse.Namespace, prompt: str, params: SamplingParams, start: float) -> int:
     """One answer on stdout, nothing else there."""
-    from dataclasses import replace
-
     from ..engine.generation import GenerationState
     from ..engine.generation import run as answer
 
     loaded = time.perf_counter()
     ids = _prompt_ids(engine, arguments, prompt)
-    if params.max_tokens is None:
-        params = replace(params, max_tokens=MOST_TOKENS)
     state = GenerationState(engine.tokenizer, ids, params, engine.context, continues=arguments.raw or engine.template is None)
     pieces = answer(engine, state)
     if arguments.json:
