@@ -153,22 +153,34 @@ def _compile(name: Name) -> Kernel:
     data = _HEADER.pack(_MAGIC, zlib.crc32(body), code.entry, len(module.FIELDS.encode()), len(code.data), kind) + body
     path = _path(name)
     if path is not None:
-        _write(path, data)
+        keep_file(path, data)
         kernel = _from_disk(name)
         if kernel is not None:
             return kernel
     return _load(data, None)  # no cache folder, or one that may not be executed from
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Aside, then renamed: readers see the old file or the whole new one. A folder that cannot be written only costs time."""
+def keep_file(path: Path, data: bytes) -> None:
+    """Writes a file of the cache aside, then renames it: readers see the old one or the whole new one.
+
+    A folder that cannot be written only costs time. Nobody else may write the file, whatever the umask is: see `is_ours`.
+    """
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside.write_bytes(data)
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o600), "wb") as file:
+            file.write(data)
         os.replace(aside, path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        try:
+            aside.unlink(missing_ok=True)
+        except OSError:  # there is no such folder, and none can be made
+            pass
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """Whether a file of the cache is this user's, and nobody else may write it."""
+    return not hasattr(os, "getuid") or (status.st_uid == os.getuid() and not status.st_mode & 0o022)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -181,13 +193,15 @@ def _from_disk(name: Name) -> Kernel | None:
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
-            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-                return None  # this file is going to be executed: only our own, and nobody else may write it
-            if status.st_size < _HEADER.size:
+            if not is_ours(status) or status.st_size < _HEADER.size:  # this file is going to be executed
                 return None
             if _loader() == "map":
-                mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC)
-                return _load(mapped, mapped)
+                try:
+                    mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC)
+                except PermissionError:  # a file system mounted noexec: read below, and copied to memory that may be executed
+                    pass
+                else:
+                    return _load(mapped, mapped)
             return _load(file.read(), None)
     except (OSError, ValueError):
         return None
