@@ -48,17 +48,33 @@ def _core_of(cpu: int) -> str:
 
 
 def _quota() -> int | None:
-    """Whole CPUs of the cgroup's quota (version 2, then 1), or None."""
+    """Whole CPUs of the tightest CPU quota among the process's control groups and those around them, or None."""
+    paths = {"": "/", "cpu": "/"}  # version 2 has one tree, version 1 one for each controller
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if quota == "max" else max(1, int(quota) // int(period))
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            paths |= dict.fromkeys(paths.keys() & set(controllers.split(",")), path)
     except (OSError, ValueError):
         pass
+    found = [_quota_of(folder / "cpu.max") for folder in _around("/sys/fs/cgroup", paths[""])]
+    for folder in _around("/sys/fs/cgroup/cpu", paths["cpu"]):
+        found.append(_quota_of(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"))
+    limits = [limit for limit in found if limit is not None]
+    return max(1, int(min(limits))) if limits else None
+
+
+def _around(root: str, path: str) -> list[Path]:
+    """The folder of a control group and of those around it. In a container, `path` may be the host's, and only the root is there."""
+    parts = [part for part in path.split("/") if part]
+    return [Path("/".join([root, *parts[:n]])) for n in range(len(parts), -1, -1)]
+
+
+def _quota_of(*files: Path) -> float | None:
+    """CPUs that the file or files with a quota and a period allow, or None."""
     try:
-        quota_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
-        period_us = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text())
-        return None if quota_us <= 0 else max(1, quota_us // period_us)
-    except (OSError, ValueError, ZeroDivisionError):
+        quota, period = (int(word) for word in " ".join(file.read_text() for file in files).split())
+        return quota / period if quota > 0 and period > 0 else None
+    except (OSError, ValueError):  # no such group, or "max"
         return None
 
 
@@ -67,9 +83,10 @@ class Workers:
 
     def __init__(self, count: int | None = None):
         count = default_threads() if count is None else count
-        if not 1 <= count <= 512:
-            raise ThreadsError(f"threads must be between 1 and 512, not {count}")
-        self.count = count
+        if not isinstance(count, (int, np.integer)) or not 1 <= count <= 512:
+            raise ThreadsError(f"threads must be a whole number between 1 and 512, not {count!r}")
+        self.count = int(count)
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._memory = np.zeros(SYNC_BYTES + 64, np.uint8)
         offset = -self._memory.ctypes.data % 64
@@ -97,6 +114,8 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise ThreadsError("the workers are closed")
+            if os.getpid() != self._process:  # threads do not come along into a fork: waiting for them would never end
+                raise ThreadsError("the workers belong to the process that this one was forked from: open the model again here")
             self._settings[:4] = address, rows, tokens, 1
             self._settings[self._field["profile"]] = 0 if profile is None else profile.ctypes.data
             before = _bind(self._cores, 0)

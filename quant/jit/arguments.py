@@ -25,12 +25,15 @@ def parse(fields: str) -> list[tuple[str, str]]:
 
 
 def pack(fields: str, values: Mapping[str, float]) -> bytearray:
-    """The block as bytes. Raises ArgumentError naming missing and unknown fields."""
+    """The block as bytes. Raises ArgumentError naming missing and unknown fields, and values that do not fit."""
     wanted = parse(fields)
     names = {name for name, _ in wanted}
     if names != set(values):
         raise ArgumentError(f"missing fields {sorted(names - set(values))}, unknown fields {sorted(set(values) - names)}")
     out = bytearray(8 * len(wanted))
     for i, (name, kind) in enumerate(wanted):
-        struct.pack_into("<q" if kind == "i64" else "<f", out, 8 * i, values[name])
+        try:
+            struct.pack_into("<q" if kind == "i64" else "<f", out, 8 * i, values[name])
+        except (struct.error, OverflowError) as error:
+            raise ArgumentError(f"field {name!r} cannot be {values[name]!r}: {error}") from None
     return out
