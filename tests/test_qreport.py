@@ -308,14 +308,14 @@ def test_kl_divergence_agrees_with_llama_perplexity(smollm2, tmp_path):
     peer = {"capture_output": True, "text": True, "timeout": 1800}
     subprocess.run([PEER / "llama-quantize", full, small, "Q4_0", "2"], check=True, **peer)
     common = ["-f", qreport.BUILT_IN_TEXT, "-c", "512", "--chunks", str(chunks), "-t", "2", "--kl-divergence-base", base]
-    subprocess.run([PEER / "llama-perplexity", "-m", full, *common], check=True, **peer)
+    done = subprocess.run([PEER / "llama-perplexity", "-m", full, *common], check=True, **peer)
+    # The base file holds 16-bit probabilities; what is printed while it is made is exact.
+    ppl_reference = float(re.search(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)[1])
     done = subprocess.run([PEER / "llama-perplexity", "-m", small, *common, "--kl-divergence"], check=True, **peer)
     said = done.stdout + done.stderr
-    theirs = {
-        key: float(re.search(rf"{re.escape(key)}\s*:\s*([\d.]+)", said)[1]) for key in ("Mean    KLD", "Mean PPL(base)", "Median  KLD")
-    }
+    theirs = {key: float(re.search(rf"{re.escape(key)}\s*:\s*([\d.]+)", said)[1]) for key in ("Mean    KLD", "Median  KLD")}
     data = json.loads(command("halfbyte.tools.qreport", small, "--reference", smollm2, "--tokens", chunks * 512, "--json"))["tokens"]
     assert data["count"] == chunks * 255
     assert data["kl_mean"] == pytest.approx(theirs["Mean    KLD"], rel=0.03)
     assert data["kl_median"] == pytest.approx(theirs["Median  KLD"], rel=0.05)
-    assert data["ppl_reference"] == pytest.approx(theirs["Mean PPL(base)"], rel=0.001)
+    assert data["ppl_reference"] == pytest.approx(ppl_reference, rel=0.0005)
