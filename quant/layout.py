@@ -216,6 +216,14 @@ def check_blocks(blocks: np.ndarray, block_bytes: int, name: str) -> None:
         raise FormatError(f"{name}: blocks must be uint8[rows, blocks, {block_bytes}], not {blocks.dtype}{list(blocks.shape)}")
 
 
+def check_codes(codes: np.ndarray, shape: tuple[int, int], count: int, name: str) -> None:
+    """Raises FormatError unless `codes` is uint8 of that shape, every code below `count`."""
+    if codes.dtype != np.uint8 or codes.shape != shape:
+        raise FormatError(f"{name}: codes must be uint8{list(shape)}, not {codes.dtype}{list(codes.shape)}")
+    if codes.size and int(codes.max()) >= count:
+        raise FormatError(f"{name}: there is no code {int(codes.max())}; codes are below {count}")
+
+
 def check_tiles(tiles: np.ndarray, nbytes: int, name: str) -> np.ndarray:
     """`tiles` as a flat uint8 array. Raises FormatError unless it holds exactly `nbytes` bytes."""
     if tiles.dtype != np.uint8 or tiles.size != nbytes:

@@ -5,16 +5,18 @@ What such formats have in common is here; a format's own file names its grid (sc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 
-from .block import ROWS, BlockFormat
+from .block import ROWS, BlockFormat, Scales
 from .errors import FormatError
 from .layout import (
     COLUMNS,
     Part,
     check_blocks,
+    check_codes,
     check_matrix,
     check_tiles,
     group_rows,
@@ -25,9 +27,15 @@ from .layout import (
     split_block,
     split_tiles,
 )
-from .scales import Affine, Grid, check_finite, check_importance
+from .scales import Affine, Coded, Grid, check_finite, check_importance
 
 METHODS = ("nearest", "search")
+
+
+def _scales(numbers: np.ndarray) -> Scales:
+    """f16[rows, blocks, numbers] as Scales."""
+    wide = numbers.astype(np.float32)
+    return Scales(wide[..., 0], wide[..., 1] if numbers.shape[-1] == 2 else None, (numbers,))
 
 
 class ScaledIntegers(BlockFormat):
@@ -61,26 +69,59 @@ class ScaledIntegers(BlockFormat):
 
         Padding columns are zero weights like any other, and weigh as much as the last column.
         """
+        weights = check_matrix(weights, self.name)
+        out = np.empty(self.blocks_shape(*weights.shape), np.uint8)
+        for chunk, coded in self._coded(weights, importance, method):
+            out[chunk] = join_block(coded.numbers, coded.codes, self.parts).reshape(-1, *out.shape[1:])
+        return out
+
+    def _coded(self, weights: np.ndarray, importance: np.ndarray | None, method: str | None) -> Iterator[tuple[slice, Coded]]:
+        """Runs of rows, and their blocks as numbers."""
         method = method or self.method
         if method not in METHODS:
             raise FormatError(f"{self.name}: unknown method {method!r}; known are {', '.join(METHODS)}")
-        weights = check_matrix(weights, self.name)
         rows, columns = weights.shape
         importance = np.ones(columns, np.float32) if importance is None else check_importance(importance, columns, self.name)
         blocks = -(-columns // COLUMNS)
         weigh = np.pad(importance, (0, blocks * COLUMNS - columns), mode="edge" if columns else "constant")
-        out = np.empty((rows, blocks, self.block_bytes), np.uint8)
         for chunk in row_chunks(rows, columns):
             check_finite(weights[chunk], self.name, chunk.start)
             x = pad_columns(weights[chunk]).reshape(-1, COLUMNS)
             if x.size == 0:
                 continue
             if method == "nearest":
-                coded = self.grid.nearest(x)
+                yield chunk, self.grid.nearest(x)
             else:
-                coded = self.grid.search(x, np.tile(weigh.reshape(blocks, COLUMNS), (x.shape[0] // blocks, 1)))
-            out[chunk] = join_block(coded.numbers, coded.codes, self.parts).reshape(-1, blocks, self.block_bytes)
+                yield chunk, self.grid.search(x, np.tile(weigh.reshape(blocks, COLUMNS), (x.shape[0] // blocks, 1)))
+
+    @property
+    def levels(self) -> np.ndarray:
+        """See BlockFormat.levels."""
+        return self.grid.values
+
+    def choose(self, weights: np.ndarray, importance: np.ndarray | None = None, method: str | None = None) -> Scales:
+        """See BlockFormat.choose."""
+        weights = check_matrix(weights, self.name)
+        numbers = np.zeros((weights.shape[0], -(-weights.shape[1] // COLUMNS), self.numbers), np.float16)
+        for chunk, coded in self._coded(weights, importance, method):
+            numbers[chunk] = coded.numbers.reshape(-1, *numbers.shape[1:])
+        return _scales(numbers)
+
+    def pack(self, scales: Scales, codes: np.ndarray) -> np.ndarray:
+        """See BlockFormat.pack."""
+        (numbers,) = scales.stored
+        rows, blocks, _ = numbers.shape
+        check_codes(codes, (rows, blocks * COLUMNS), len(self.levels), self.name)
+        out = np.empty(self.blocks_shape(rows, blocks * COLUMNS), np.uint8)
+        for chunk in row_chunks(rows, blocks * COLUMNS):
+            out[chunk] = join_block(numbers[chunk], codes[chunk].reshape(-1, blocks, COLUMNS), self.parts)
         return out
+
+    def unpack(self, blocks: np.ndarray) -> tuple[Scales, np.ndarray]:
+        """See BlockFormat.unpack."""
+        check_blocks(blocks, self.block_bytes, self.name)
+        numbers, codes = split_block(blocks, self.numbers, self.parts)
+        return _scales(numbers), codes.reshape(blocks.shape[0], -1)
 
     def decode(self, blocks: np.ndarray, columns: int | None = None) -> np.ndarray:
         """See BlockFormat.decode."""
@@ -92,12 +133,10 @@ class ScaledIntegers(BlockFormat):
         out = np.empty((rows, columns), np.float32)
         for chunk in row_chunks(rows, columns):
             numbers, codes = split_block(blocks[chunk], self.numbers, self.parts)
-            scale, levels = numbers[..., :1].astype(np.float32), codes.astype(np.float32)
             with np.errstate(invalid="ignore"):  # a damaged file may hold a scale that is NaN or infinite
+                values = numbers[..., :1].astype(np.float32) * self.levels[codes]
                 if isinstance(self.grid, Affine):
-                    values = scale * levels + numbers[..., 1:].astype(np.float32)
-                else:
-                    values = scale * (levels - np.float32(self.grid.bias))
+                    values += numbers[..., 1:].astype(np.float32)
             out[chunk] = values.reshape(values.shape[0], count * COLUMNS)[:, :columns]
         return out
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -86,6 +87,11 @@ class SignedMax:
         """Lowest and highest level, in units of the scale."""
         return -self.bias, self.bias - 1
 
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float32[2^bits]: the level of each code."""
+        return np.arange(-self.bias, self.bias, dtype=np.float32)
+
     @property
     def ends(self) -> tuple[int, ...]:
         """The levels that a search lets the largest weight fall on."""
@@ -123,6 +129,11 @@ class AbsoluteMax:
     def levels(self) -> tuple[int, int]:
         """Lowest and highest level, in units of the scale."""
         return 1 - self.bias, self.bias - 1
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float32[2^bits]: the level of each code. `nearest` and `search` leave the first one, -128, unused, as ggml does."""
+        return np.arange(-self.bias, self.bias, dtype=np.float32)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -210,6 +221,11 @@ class Affine:
     @property
     def top(self) -> int:
         return (1 << self.bits) - 1
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float32[2^bits]: the level of each code."""
+        return np.arange(self.top + 1, dtype=np.float32)
 
     @property
     def candidates(self) -> np.ndarray:
