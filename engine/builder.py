@@ -189,7 +189,9 @@ class Builder:
             panels.buffers[kind], panels.strides[kind] = made, stride
         return panels
 
-    def gated(self, panels: Panels, gate: Matrix, up: Matrix, consumer: Matrix, activation: str, biases: tuple[str | None, str | None]) -> Panels:
+    def gated(
+        self, panels: Panels, gate: Matrix, up: Matrix, consumer: Matrix, activation: str, biases: tuple[str | None, str | None]
+    ) -> Panels:
         """activation(gate · panels) * (up · panels), in panels for `consumer`."""
         g, u = self.floats("gate", gate.rows), self.floats("up", up.rows)
         if gate.rows != up.rows:

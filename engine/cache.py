@@ -1,7 +1,7 @@
 """The KV cache: pages of PAGE positions, handed out to sequences, whose block tables say which page holds which positions.
 
-A page covers all layers: page p of layer l lies at `layer(l) + p * page_bytes`. Memory is reserved at once and taken by the operating system as
-pages are first written. Keys and values are f16, or f32 where accuracy is measured.
+A page covers all layers: page p of layer l lies at `layer(l) + p * page_bytes`. Memory is reserved at once and taken by the
+operating system as pages are first written. Keys and values are f16, or f32 where accuracy is measured.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class PagedCache:
         needed = -(-positions // PAGE)
         if needed - sequence.used > len(self._free):
             free, wanted = self.free_positions, (needed - sequence.used) * PAGE
-            raise CacheFullError(f"the KV cache is full: {wanted} positions are needed, {free} are free; use a smaller context or fewer sequences")
+            raise CacheFullError(
+                f"the KV cache is full: {wanted} positions are needed, {free} are free; use a smaller context or fewer sequences"
+            )
         if needed > sequence.pages.size:
             grown = np.zeros(max(needed, 2 * sequence.pages.size), np.int64)
             grown[: sequence.used] = sequence.pages[: sequence.used]

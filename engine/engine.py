@@ -92,7 +92,10 @@ class Engine:
         return Sequence()
 
     def next_logits(self, sequence: Sequence, token_ids: List[int]) -> np.ndarray:
-        """float32[vocabulary]: the logits after the last of these tokens, which follow what the sequence holds. Valid until the next step."""
+        """float32[vocabulary]: the logits after the last of these tokens, which follow what the sequence holds.
+
+        Valid until the next step.
+        """
         return self.model.step([Work(sequence, token_ids)])[0]
 
     def truncate_sequence(self, sequence: Sequence, length: int) -> None:

@@ -119,7 +119,7 @@ class Model:
         Logits do not depend on what else is in the step, on how a prompt is cut into steps, or on the number of threads: bit for bit.
         Raises TokenError, ContextError, CacheFullError, ModelError before anything is run or kept.
         """
-        jobs = [(w.sequence, self._checked(w), w.outputs) for w in work]
+        jobs: list[_Slice] = [(w.sequence, self._checked(w), w.outputs) for w in work]
         if len({id(sequence) for sequence, _, _ in jobs}) < len(jobs):
             raise ModelError("a sequence can be in a step only once: give its tokens together")
         try:
@@ -170,7 +170,8 @@ class Model:
 
     def _run(self, part: list[_Slice]) -> np.ndarray:
         """One run of the plan, and more of the head if there are many outputs."""
-        step, first, outputs = self.builder.step, 0, []
+        step, first = self.builder.step, 0
+        outputs: list[int] = []
         lone = len(part) <= split_sequences(self._limits)
         for i, (sequence, ids, wanted) in enumerate(part):
             count, start = ids.size, sequence.length

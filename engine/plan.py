@@ -1,7 +1,8 @@
 """A plan: what a step computes, as data.
 
-An architecture writes a plan once, at load: rows of (kernel, arguments, barrier) over named buffers. It can be printed, run as a whole in one compiled
-call, or section by section, which is how a report compares activations and how a bug is found. The same plan serves any number of tokens.
+An architecture writes a plan once, at load: rows of (kernel, arguments, barrier) over named buffers. It can be printed, run as a
+whole in one compiled call, or section by section, which is how a report compares activations and how a bug is found. The same
+plan serves any number of tokens.
 """
 
 from __future__ import annotations

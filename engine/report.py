@@ -237,7 +237,7 @@ class _Work:
 
     def chunk(self, section: str, share: float = 1.0) -> None:
         """One chunk (or that share of it) has been through a section."""
-        self._done += self._cost[section] * share
+        self._done += round(self._cost[section] * share)
         self._progress("text", self._done, self._total)
 
 
@@ -317,4 +317,5 @@ def _predictions(runs: list[StreamedModel], texts: np.ndarray, streams: list[np.
                 each.add(ids[positions.start + 1 : positions.stop + 1])
             meter.chunk("head", len(positions) / len(scored))
     total, *others = (each.result() for each in meters)
-    return TokenReport(len(texts), chunk, total, *(others or [None, None]), meters[0].divergences)
+    first, second = others or (None, None)
+    return TokenReport(len(texts), chunk, total, first, second, meters[0].divergences)

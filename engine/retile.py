@@ -1,7 +1,7 @@
 """GGUF's K-quants as blocks of ours: the same integers, with each product of two scales as one f16.
 
-A sub-block of 32 weights of Q4_K or Q5_K is code * (d * scale) - (dmin * minimum), which q4_1 and q5_1 hold but for the rounding of the two products
-to f16 (2**-11 of them). What has scales of 16 columns, or more bits, is converted through float32.
+A sub-block of 32 weights of Q4_K or Q5_K is code * (d * scale) - (dmin * minimum), which q4_1 and q5_1 hold but for the rounding
+of the two products to f16 (2**-11 of them). What has scales of 16 columns, or more bits, is converted through float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Weights as kernels read them: tiles at an address.
 
-A .hbf holds tiles, which are used where they are mapped. Other checkpoints are made into tiles at load: the same bits in another order where a
-block format of ours holds them, else converted to the format that loses least.
+A .hbf holds tiles, which are used where they are mapped. Other checkpoints are made into tiles at load: the same bits in another
+order where a block format of ours holds them, else converted to the format that loses least.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import platform
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -143,13 +144,13 @@ class Workers:
         if os.environ.get("HALFBYTE_WAIT") == "portable":
             number = None
         if number is not None:
-            settings[field["syscall"]] = ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value
+            settings[field["syscall"]] = _address(ctypes.CDLL(None).syscall)
             settings[field["futex"]] = number
             settings[field["resident"]] = 1
         elif sys.platform == "win32":
-            settings[field["yield_"]] = ctypes.cast(ctypes.windll.kernel32.SwitchToThread, ctypes.c_void_p).value
+            settings[field["yield_"]] = _address(ctypes.windll.kernel32.SwitchToThread)
         else:
-            settings[field["yield_"]] = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+            settings[field["yield_"]] = _address(ctypes.CDLL(None).sched_yield)
         self._resident = number is not None
 
     def _post(self) -> None:
@@ -195,3 +196,8 @@ def _bind(cores: list[int], worker: int) -> set[int] | None:
     except OSError:  # the mask may have been narrowed meanwhile
         return None
     return before
+
+
+def _address(function: Any) -> int:
+    """Where a C function lies."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0

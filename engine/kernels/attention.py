@@ -2,11 +2,12 @@
 
 Parameters: head size; query heads per KV head; type of the cache.
 
-Rows. The queries of a sequence that share a KV head are rows: token by token, head by head. Up to 6 rows are computed together, so that a key or a value
-is loaded and converted once for all of them; a row's own arithmetic does not depend on which others are beside it.
-Splits. Positions are taken in parts of SPLIT; a part's maximum, sum and values are folded into the row's running ones, in order. A sequence with one
-token (decode) may have its parts computed by different workers, into `parts`; then attention_merge.py folds them, in the same order, with the same
-arithmetic. So nothing depends on batch, chunking or threads. Positions that a row must not see get the weight 0 exactly.
+Rows. The queries of a sequence that share a KV head are rows: token by token, head by head. Up to 6 rows are computed together,
+so that a key or a value is loaded and converted once for all of them; a row's own arithmetic does not depend on which others are
+beside it. Splits. Positions are taken in parts of SPLIT; a part's maximum, sum and values are folded into the row's running ones,
+in order. A sequence with one token (decode) may have its parts computed by different workers, into `parts`; then
+attention_merge.py folds them, in the same order, with the same arithmetic. So nothing depends on batch, chunking or threads.
+Positions that a row must not see get the weight 0 exactly.
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ def start(total, vectors):
 
 def build(head_size_text: str, group_text: str, cache_type: str):
     head_size, group = int(head_size_text), int(group_text)
-    size = CACHE_BYTES[cache_type]
-    keys_bytes, both_bytes = head_bytes(head_size, cache_type)
+    _, both_bytes = head_bytes(head_size, cache_type)
     vectors, part = padded_head(head_size) // 16, part_bytes(head_size)
     Arguments, Step, Sequence = ArgumentBlock(FIELDS), ArgumentBlock(STEP), ArgumentBlock(SEQUENCE)
     split_of = {rows: _split(head_size, group, cache_type, rows) for rows in {1, min(group, ROWS), ROWS}}
@@ -144,7 +144,8 @@ def build(head_size_text: str, group_text: str, cache_type: str):
                                     load_queries(queries, a.q_stride, first, h * group, row, count, scratch, head_size, group)
                                     loaded = True
                                 results = part_base + ((h * group + row) * splits + i) * part
-                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, min(seen, (i + 1) * SPLIT), limit, row, partial)
+                                last = min(seen, (i + 1) * SPLIT)
+                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, last, limit, row, partial)
                                 for r in range(count):
                                     copy_part(partial + r * part, results + r * splits * part, vectors)
                         item += splits
@@ -154,7 +155,8 @@ def build(head_size_text: str, group_text: str, cache_type: str):
                             for r in range(count):
                                 start(running + r * part, vectors)
                             for i in range((seen + SPLIT - 1) // SPLIT):
-                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, min(seen, (i + 1) * SPLIT), limit, row, partial)
+                                last = min(seen, (i + 1) * SPLIT)
+                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, last, limit, row, partial)
                                 for r in range(count):
                                     fold(running + r * part, partial + r * part, vectors)
                             for r in range(count):

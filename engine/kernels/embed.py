@@ -39,9 +39,9 @@ def build(format_name: str):
         scratch = a.scratch + worker * a.scratch_worker
         for t in range(first, last):
             row = load_i32(step.ids + 4 * t)
-            group = a.table + row // 16 * stride + header
+            group = a.table + row // 16 * stride
             for i in range(blocks):
-                dequantize(group + i * tile_bytes, scratch)
+                dequantize(group, group + header + i * tile_bytes, scratch)
                 out = a.out + t * a.out_stride + 128 * i
                 for k in range(32):
                     store_f32(out + 4 * k, load_f32(scratch + 64 * k + row % 16 * 4))
@@ -52,18 +52,18 @@ def build(format_name: str):
 
 
 def dequantizer(piece):
-    """A function (tile address, out): the 16 x 32 weights of a tile as float32, column after column, 64 bytes each."""
+    """A function (address of the group of rows, of the tile, out): the tile's 16 x 32 weights as float32, column after column, 64 bytes each."""
     if isinstance(piece, FloatPiece):
         values, value_type = piece.values, tile(Vector(piece.element), 1, 1)
 
         @inline
-        def dequantize(at, out):
+        def dequantize(group, at, out):
             for k in range(32):
                 store_tile(out + 64 * k, values(value_type, at, 0, k), 0, 0)
 
         return dequantize
 
-    codes, scale, minimum, bias = piece.codes, piece.scale, piece.minimum, piece.bias
+    codes, scale, minimum, bias, row = piece.codes, piece.scale, piece.minimum, piece.bias, piece.row
     codes_type, scale_type = tile(I32, 1, 1), tile(F16, 1, 1)
     has_minimum = minimum is not None
     if minimum is None:
@@ -76,10 +76,22 @@ def dequantizer(piece):
             value = value + offset
         store_tile(out + 64 * byte, value, 0, 0)
 
+    if row is None:
+
+        @inline
+        def factor_of(group, at, half):
+            return scale(scale_type, at, 0, half)
+
+    else:
+
+        @inline
+        def factor_of(group, at, half):
+            return row(scale_type, group, 0) * scale(scale_type, at, 0, half)
+
     @inline
-    def dequantize(at, out):
+    def dequantize(group, at, out):
         for j in range(4):
-            factor, offset = scale(scale_type, at, 0, j // 2), minimum(scale_type, at, 0, j // 2)
+            factor, offset = factor_of(group, at, j // 2), minimum(scale_type, at, 0, j // 2)
             low, high = codes(codes_type, at, 0, j)
             for byte in range(4):
                 column(out + 512 * j, low, byte, factor, offset)

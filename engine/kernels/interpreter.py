@@ -1,8 +1,9 @@
 """Runs a plan: the one compiled call of a step.
 
-A plan is rows of 24 bytes: kernel address, arguments address, and the number of tokens above which a barrier follows the row. Every worker walks all
-rows; each kernel gives it its share. Worker 0 is the caller: it posts the plan, runs it, and returns after a last barrier. The others stay here, spinning
-a while and then parked in the kernel of the operating system, until the next plan; where that cannot be done, they return and wait in Python.
+A plan is rows of 24 bytes: kernel address, arguments address, and the number of tokens above which a barrier follows the row.
+Every worker walks all rows; each kernel gives it its share. Worker 0 is the caller: it posts the plan, runs it, and returns after
+a last barrier. The others stay here, spinning a while and then parked in the kernel of the operating system, until the next plan;
+where that cannot be done, they return and wait in Python.
 """
 
 from __future__ import annotations

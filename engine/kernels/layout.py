@@ -85,7 +85,8 @@ def attention_scratch(head_size: int) -> int:
 
 # Each on a cache line of its own: workers write them while others read.
 ARRIVED, GENERATION, JOB, SLEEPERS, SETTINGS_AT = 0, 64, 128, 192, 256
-"""Byte offsets in the synchronization block: workers at the barrier, barriers passed, plans posted, workers asleep at the barrier, SETTINGS."""
+"""Byte offsets in the synchronization block: workers at the barrier, barriers passed, plans posted, workers asleep at the barrier,
+and SETTINGS."""
 
 SETTINGS = "plan rows tokens run spin patience resident syscall futex yield_ profile"
 """plan, rows  address and number of rows

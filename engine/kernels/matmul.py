@@ -8,6 +8,9 @@ tokens or rows are computed beside it. A worker has whole units of 32 rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ...quant.block import get_format
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.piece import FloatPiece, IntegerPiece, inline
@@ -45,9 +48,8 @@ def build(format_name: str, kind: str):
     sub_tiles = get_format(format_name).block_columns // 32
     if sub_tiles != 1:
         raise NotImplementedError(f"{format_name}: blocks of more than 32 columns")
-    if kind == "int8":
-        make = _integer_tile
-    else:
+    make: Callable[..., Any] = _integer_tile
+    if kind != "int8":
         make = _float_tile if isinstance(piece, FloatPiece) else _dequantizing_tile
     tile_bytes, header, record = piece.tile_bytes, 16 * piece.header_bytes, RECORD[kind]
     groups = current().row_groups
@@ -86,7 +88,8 @@ def build(format_name: str, kind: str):
             count, token = 1, 0
             if tokens > 1 and last - g >= groups:
                 count, token = groups, even_tokens
-                panels(a.weights + g * stride, stride, blocks, x, even_tokens, a.out + 64 * g, out_stride, bias + 64 * g if bias else 0, add)
+                weights, out, group_bias = a.weights + g * stride, a.out + 64 * g, bias + 64 * g if bias else 0
+                panels(weights, stride, blocks, x, even_tokens, out, out_stride, group_bias, add)
             while token < tokens:  # what is left: one group of rows and one token at a time
                 panel, width, column = locate(token, tokens, blocks, record)
                 for each in range(g, g + count):
@@ -121,6 +124,7 @@ def _integer_tile(piece: IntegerPiece, groups: int, width: int):
     dot = dot4_full if piece.wide else dot4
     codes, scale, minimum = piece.codes, piece.scale, piece.minimum
     bias, tile_bytes, header = piece.bias, piece.tile_bytes, 16 * piece.header_bytes
+    finish = _finish(piece, groups, width)
     halves = piece.scale_columns == 16
     has_minimum = minimum is not None
     if minimum is None:
@@ -163,9 +167,27 @@ def _integer_tile(piece: IntegerPiece, groups: int, width: int):
                 dots = quarter(quarter(dots, at, stride, x, 0), at, stride, x, 1)
                 dots = quarter(quarter(dots, at, stride, x, 2), at, stride, x, 3)
                 sums = fold(sums, dots, total, at, stride, x_scale, 0)
-        return sums
+        return finish(sums, weights, stride)
 
     return compute
+
+
+def _finish(piece: IntegerPiece, groups: int, width: int):
+    """Multiplies a tile's sums by the numbers of its rows, if the format has any."""
+    number_type, row = tile(F32, groups, 1), piece.row
+    if row is None:
+
+        @inline
+        def finish(sums, weights, stride):
+            return sums
+
+    else:
+
+        @inline
+        def finish(sums, weights, stride):
+            return sums * row(number_type, weights, stride)
+
+    return finish
 
 
 def _dequantizing_tile(piece: IntegerPiece, groups: int, width: int):
@@ -174,6 +196,7 @@ def _dequantizing_tile(piece: IntegerPiece, groups: int, width: int):
     number_type = tile(F32, 1, width)
     codes, scale, minimum = piece.codes, piece.scale, piece.minimum
     bias, tile_bytes, header = piece.bias, piece.tile_bytes, 16 * piece.header_bytes
+    finish = _finish(piece, groups, width)
     has_minimum = minimum is not None
     if minimum is None:
         minimum = scale
@@ -205,7 +228,7 @@ def _dequantizing_tile(piece: IntegerPiece, groups: int, width: int):
                 low, high = codes(codes_type, at, stride, j)
                 sums = vector(sums, low, factor, offset, x + 32 * j)
                 sums = vector(sums, high, factor, offset, x + 32 * j + 16)
-        return sums
+        return finish(sums, weights, stride)
 
     return compute
 

@@ -270,3 +270,30 @@ def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> 
         even, odd = (_lanes(b, products, [2 * i + j for i in range(count)]) for j in (0, 1))
         acc = b.add(acc, b.add(even, odd))
     return acc
+
+
+# ---- sixteen entries in a register -----------------------------------------------------------------------------------
+
+
+def lookup16(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Value:
+    """i32 lanes whose four bytes are codes 0..15 -> lanes whose bytes are table[code], numbers 0..255."""
+    features, way = target.current().features, target.current().dot
+    bytes_ = b.bitcast(codes, ir.VectorType(_I8, 4 * codes.type.count))
+    if way == "vnni512":
+        found = call(b, "llvm.x86.avx512.pshuf.b.512", bytes_.type, _table(table, 64), bytes_)
+    elif way in ("vnni256", "avx2"):
+        found = _split(b, 32, lambda part: call(b, "llvm.x86.avx2.pshuf.b", part.type, _table(table, 32), part), bytes_)
+    elif way in ("neon", "usdot"):
+        found = _split(b, 16, lambda part: call(b, "llvm.aarch64.neon.tbl1.v16i8", part.type, _table(table, 16), part), bytes_)
+    elif features & {"ssse3", "sse4.1", "sse4.2", "avx"} and target.current().machine in ("x86_64", "amd64"):
+        found = _split(b, 16, lambda part: call(b, "llvm.x86.ssse3.pshuf.b.128", part.type, _table(table, 16), part), bytes_)
+    else:  # one entry after another, where its code stands
+        found = constant(bytes_.type, table[0])
+        for code, entry in enumerate(table[1:], 1):
+            here = b.icmp_unsigned("==", bytes_, constant(bytes_.type, code))
+            found = b.select(here, constant(bytes_.type, entry), found)
+    return b.bitcast(found, codes.type)
+
+
+def _table(entries: tuple[int, ...], count: int) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I8, count), list(entries) * (count // 16))

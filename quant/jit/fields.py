@@ -32,7 +32,7 @@ class ArgumentBlockModel(models.PrimitiveModel):
 class ArgumentBlockFields(AttributeTemplate):
     key = ArgumentBlock
 
-    def generic_resolve(self, block: ArgumentBlock, name: str) -> types.Type | None:
+    def generic_resolve(self, block: ArgumentBlock, name: str) -> types.Type | None:  # type: ignore[override]
         if name not in block.fields:
             return None
         return types.int64 if block.fields[name][1] == "i64" else types.float32

@@ -1,7 +1,8 @@
 """From a typed Python function to machine code that any process can map and call, without numba or llvmlite.
 
-Numba is the front end: it types the function and optimises the LLVM module. That module is emitted once more as position-independent
-code, and the few relocations between its own sections are resolved here. A kernel has no undefined symbols: no numba run time, no C library.
+Numba is the front end: it types the function and optimises the LLVM module. That module is emitted once more as position-
+independent code, and the few relocations between its own sections are resolved here. A kernel has no undefined symbols: no numba
+run time, no C library.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def compile_kernel(function: Callable[..., None], flat: bool | None = None) -> M
     from .pipeline import KernelCompiler
 
     target.current()
-    flags = compiler.Flags()
+    flags: Any = compiler.Flags()
     flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
     flags.error_model = "numpy"
     flags.nrt = False

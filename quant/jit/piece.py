@@ -1,7 +1,8 @@
 """What a block format tells the matrix kernels: how a tile becomes integers and scales (or values) in registers.
 
-A piece is a few small functions over SIMD values. They work on several tiles at once: `shape` is a tile type such as tile(I32, G, 1), and register
-g is read `stride` bytes after register g - 1, where the next group of 16 rows has the same columns. One generator makes every GEMV and GEMM.
+A piece is a few small functions over SIMD values. They work on several tiles at once: `shape` is a tile type such as tile(I32, G,
+1), and register g is read `stride` bytes after register g - 1, where the next group of 16 rows has the same columns. One
+generator makes every GEMV and GEMM.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 from numba import njit
 
 from .pipeline import KernelCompiler
-from .simd import load_tile, to_f32
+from .simd import F16, I8, I16, I32, iota, like, load_tile, lookup16, spread, to_f32, to_i32, to_u32
 
-inline = njit(
+inline: Any = njit(  # type: ignore[call-overload]
     forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler
 )
 """Decorator: a function that LLVM always inlines, so tiles pass through it in registers and literals stay constants."""
@@ -25,12 +26,15 @@ TILE_COLUMNS = 32
 
 @dataclass(frozen=True)
 class IntegerPiece:
-    """weight = (code - bias) * scale, or code * scale + minimum.
+    """weight = (code - bias) * scale, or code * scale + minimum; either times the row's number if rows have headers.
 
-    codes(shape, address, stride, j) -> two tiles of i32 lanes holding the unsigned codes of columns 8j..8j+3 and 8j+4..8j+7
+    codes(shape, address, stride, j) -> two tiles of i32 lanes holding the unsigned codes of columns 8j..8j+3 and 8j+4..8j+7;
+        where levels are uneven, the level plus the bias, which makes it unsigned, in place of the code
     scale(shape, address, stride, half) -> f32 scales; `half` is 0 or 1 and matters only if a scale is shared by 16 columns
     minimum: the same for the minimum, or None
-    `address` is that of the 32 columns: tile_bytes * (column // block_columns) and, in larger blocks, `sub` says which 32.
+    row(shape, address, stride) -> f32 numbers of rows, for formats with headers, or None: the kernels multiply by it once,
+        after all columns. Here `address` is that of the group of 16 rows.
+    `address` is that of the tile. `shape` is a tile type of any vector: like(shape, F16) is the one that a piece loads.
     wide: codes use the whole byte, so the dot product must not assume 7 bits
     """
 
@@ -42,6 +46,7 @@ class IntegerPiece:
     scale: Callable[..., Any]
     minimum: Callable[..., Any] | None = None
     header_bytes: int = 0
+    row: Callable[..., Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -54,13 +59,58 @@ class FloatPiece:
     header_bytes: int = 0
 
 
-def scaled_piece(numbers: int, parts: tuple[str, ...], bias: int) -> IntegerPiece:
+def scaled_piece(numbers: int, parts: tuple[str, ...], bias: int, table: tuple[int, ...] | None = None) -> IntegerPiece:
     """The piece of a format whose tile is `numbers` times 16 f16 (scale, then minimum) and then planes (quant/layout.py).
 
     parts: names of layout parts in the tile's order: "Bytes", "Nibbles", "FifthBits", "TopPairs".
+    table: the levels of 16 codes, if they are uneven.
     """
+    codes, end = _codes(32 * numbers, parts, table, bias)
+
+    @inline
+    def scale(shape, address, stride, half):
+        return to_f32(load_tile(like(shape, F16), address, stride))
+
+    @inline
+    def minimum(shape, address, stride, half):
+        return to_f32(load_tile(like(shape, F16), address + 32, stride))
+
+    wide = table is not None or "Bytes" in parts
+    return IntegerPiece(end, bias, TILE_COLUMNS, wide, codes, scale, minimum if numbers == 2 else None)
+
+
+def row_scaled_piece(parts: tuple[str, ...], bias: int, table: tuple[int, ...] | None, scale_columns: int, scale_bits: int) -> IntegerPiece:
+    """The piece of a format whose scales are small integers times a bf16 per row (quant/row_scaled.py). Arguments as there."""
+    scale_bytes = 16 * (TILE_COLUMNS // scale_columns) * scale_bits // 8
+    codes, end = _codes(scale_bytes, parts, table, bias)
+    half_bytes = 16 if scale_columns == 16 else 0
+
+    if scale_bits == 8:
+
+        @inline
+        def scale(shape, address, stride, half):
+            return to_f32(to_i32(load_tile(like(shape, I8), address + half_bytes * half, stride)))
+
+    else:
+
+        @inline
+        def scale(shape, address, stride, half):
+            low = (to_u32(load_tile(like(shape, I8), address, stride)) >> (4 * half)) & 15
+            top = (spread(like(shape, I32), address + 16 + 4 * half, stride) >> (iota(0) * 2)) & 3
+            return to_f32((low | (top << 4)) - 32)
+
+    @inline
+    def row(shape, address, stride):
+        return to_f32(load_tile(like(shape, I16), address, stride))
+
+    wide = table is not None or "Bytes" in parts
+    return IntegerPiece(end, bias, scale_columns, wide, codes, scale, None, 2, row)
+
+
+def _codes(at: int, parts: tuple[str, ...], table: tuple[int, ...] | None, bias: int) -> tuple[Callable[..., Any], int]:
+    """The `codes` of a piece whose planes begin at byte `at` of a tile, and the end of the planes."""
     plane_counts = {"Bytes": 8, "Nibbles": 4, "FifthBits": 1, "TopPairs": 2}
-    at, readers = 32 * numbers, []
+    readers = []
     for part in parts:
         readers.append(_READERS[part](at))
         at += 64 * plane_counts[part]
@@ -75,15 +125,16 @@ def scaled_piece(numbers: int, parts: tuple[str, ...], bias: int) -> IntegerPiec
             low_top, high_top = second(shape, address, stride, j)
             return low | low_top, high | high_top
 
-    @inline
-    def scale(shape, address, stride, half):
-        return to_f32(load_tile(shape, address, stride))
+    if table is None:
+        return codes, at
+    level = lookup16(tuple(entry + bias for entry in table))
 
     @inline
-    def minimum(shape, address, stride, half):
-        return to_f32(load_tile(shape, address + 32, stride))
+    def levels(shape, address, stride, j):
+        low, high = codes(shape, address, stride, j)
+        return level(low), level(high)
 
-    return IntegerPiece(at, bias, TILE_COLUMNS, "Bytes" in parts, codes, scale, minimum if numbers == 2 else None)
+    return levels, at
 
 
 def _bytes(offset: int) -> Callable[..., Any]:

@@ -1,15 +1,15 @@
 """Numba's compiler with what kernels do not need left out.
 
-A kernel is some 40 small functions that are all inlined into one. Numba would optimise each by itself, wrap it for Python and make machine code
-of it, most of it for nothing. Here a function is typed, lowered and kept as LLVM IR; only the kernel's module, with all of them linked in,
-is optimised, once. That makes cold starts three times faster.
+A kernel is some 40 small functions that are all inlined into one. Numba would optimise each by itself, wrap it for Python and
+make machine code of it, most of it for nothing. Here a function is typed, lowered and kept as LLVM IR; only the kernel's module,
+with all of them linked in, is optimised, once. That makes cold starts three times faster.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba import _dynfunc
+from numba import _dynfunc  # type: ignore[attr-defined]
 from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler import CompilerBase, _LowerResult
 from numba.core.compiler_machinery import PassManager, register_pass

@@ -152,7 +152,7 @@ def _operation(emitter: Callable[..., ir.Value], arity: int, element: str | None
         def one(typing_context, x):
             return build((x,))
 
-        function = one
+        function: Any = one
     elif arity == 2:
 
         def two(typing_context, x, y):
@@ -257,6 +257,24 @@ dot4_full = _dot4(True)
 """dot4 for bytes of w up to 255; on processors without a mixed-sign dot product it costs twice as much."""
 
 
+def lookup16(table: tuple[int, ...]) -> Any:
+    """A function of i32 lanes: each of their bytes, a code 0..15, becomes table[code], a number 0..255. One byte shuffle."""
+    if len(table) != 16 or not all(0 <= entry < 256 for entry in table):
+        raise ValueError(f"a table of 16 bytes is needed, not {table}")
+    return _operation(lambda b, codes: emit.lookup16(b, codes, tuple(table)), 1, doc=f"bytes of i32 lanes, looked up in {table}")
+
+
+@intrinsic
+def like(typing_context, vector_type, other):
+    """The type of a tile of the same shape as the first, of vectors like the second: like(tile(I32, 2, 1), F32) is tile(F32, 2, 1)."""
+    result = types.TypeRef(other.instance_type.like(shape=vector_type.instance_type.shape))
+
+    def codegen(context, b, sig, values):
+        return context.get_dummy_value()
+
+    return result(vector_type, other), codegen
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -299,7 +317,8 @@ def load_tile(typing_context, vector_type, address, stride):
     result = vector_type.instance_type
 
     def codegen(context, b, sig, values):
-        return _pack(b, result, {ix: emit.load(b, _step(b, values[1], stride, values[2], i), result.register) for i, ix in _numbered(result)})
+        loaded = {ix: emit.load(b, _step(b, values[1], stride, values[2], i), result.register) for i, ix in _numbered(result)}
+        return _pack(b, result, loaded)
 
     return result(vector_type, address, stride), codegen
 

@@ -2,8 +2,9 @@
 
     kernel = find("halfbyte.engine.kernels.matmul", "q4_0", "int8")      # .address, .fields
 
-The named module defines `FIELDS` (the argument block) and `build(*parameters)`, which returns the Python function to compile. Machine code is kept
-in a cache folder keyed by processor, versions and sources, so a warm start imports neither numba nor the kernel's module.
+The named module defines `FIELDS` (the argument block) and `build(*parameters)`, which returns the Python function to compile.
+Machine code is kept in a cache folder keyed by processor, versions and sources, so a warm start imports neither numba nor the
+kernel's module.
 """
 
 from __future__ import annotations
@@ -219,7 +220,8 @@ def _load(data: bytes | mmap.mmap, mapped: mmap.mmap | None) -> Kernel:
     if kind == 1:
         return Kernel(_link(bytes(view[start:])), fields)
     if mapped is None:
-        mapped = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        access = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+        mapped = mmap.mmap(-1, len(view), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=access)
         mapped.write(bytes(view))
     _keep.append(mapped)
     return Kernel(np.frombuffer(mapped, np.uint8).ctypes.data + start + entry, fields)

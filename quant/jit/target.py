@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 LANES = 16
 """Logical lanes of every vector: one per row of a tile. LLVM splits them into the registers that the target has."""
@@ -51,7 +52,9 @@ def current() -> Target:
 
     A processor asked for by name (NUMBA_CPU_NAME) has the features LLVM knows it to have, not this machine's.
     """
-    from numba.core import config
+    from numba.core import config as numba_config
+
+    config: Any = numba_config
 
     if config.CPU_NAME and config.CPU_FEATURES is None:
         config.CPU_FEATURES = ""
