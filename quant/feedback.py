@@ -1,0 +1,238 @@
+"""Error feedback: codes chosen column after column, each making up for the errors of those before it, then improved in turn.
+
+What counts is not the error of a weight but that of the output: for a row of errors d it is d H dᵀ, with H the second moments of the
+matrix's inputs, sum of x xᵀ. Row by row:
+
+* Scales are chosen by search, weighted with the diagonal of H, and rounded as they are stored.
+* *Feedback*: GPTQ (Frantar et al. 2022, arXiv:2210.17323), columns by falling diagonal. It is written here as back-substitution with
+  rounding, which GPTQ is equivalent to (Babai's nearest plane): with H = L Lᵀ, columns in reversed order, d H dᵀ = |d L|², and the term of a
+  column holds only its own error and those of columns already rounded. So H needs one Cholesky factor and no inverse.
+* *Descent*: block after block, each code to the level that is best while all others stay, and each scale (and minimum) to the stored number
+  that is best while all codes stay, in turn. No step raises the loss.
+
+A row that did not gain by it keeps the codes of the search. Rows do not see one another: results are the same for any number of threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .block import ROWS, BlockFormat, Scales
+from .encoders import _run as run_kernel
+from .encoders import encode
+from .errors import FormatError
+from .row_scaled import RowScaledIntegers
+from .scaled import ScaledIntegers
+from .scales import inverse_or_zero, power_of_two
+
+BLOCK = 32
+"""Columns that the kernel works on at once; matrices are padded to a multiple of it."""
+BATCH = 4
+"""Groups of 16 rows that go through H together, so that it is read from memory a fourth as often."""
+LOCAL_BYTES = 2 * BLOCK * 64
+"""Scratch memory for one block of a group."""
+DAMPING = 0.01
+"""What is added to the diagonal of H, as a share of its mean."""
+PASSES, SWEEPS = 2, 2
+"""Of descent over all columns, and over a block each time."""
+FIRM = (1e-9, 1e9)
+"""Means of a diagonal between which float32 has room for all sums; others are brought near 1."""
+
+
+@dataclass
+class Hessian:
+    """H ready for the kernel: padded to whole blocks, damped, ordered and factored. Shared by all matrices of the same inputs.
+
+    columns     of the matrices, without padding
+    matrix      float32[padded, padded], not damped; what calibration gave if that suits
+    damping     added to the diagonal
+    unit        power of two that was divided out of the matrix
+    order       int64[padded]: columns by rising diagonal
+    factor      float32[padded, padded]: rows of the Cholesky factor over their diagonal, below it
+    importance  float32[columns]: the damped diagonal
+    """
+
+    columns: int
+    matrix: np.ndarray
+    damping: float
+    unit: float
+    order: np.ndarray
+    factor: np.ndarray
+    importance: np.ndarray
+    _sums: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def sums(self, shared: int) -> np.ndarray:
+        """float32[padded / shared, 32]: damped H summed over each `shared` rows, for the columns of their block."""
+        if shared not in self._sums:
+            n = self.matrix.shape[0]
+            blocks = np.stack([self.matrix[b : b + BLOCK, b : b + BLOCK] for b in range(0, n, BLOCK)]).astype(np.float64)
+            blocks += self.damping * np.eye(BLOCK)
+            self._sums[shared] = blocks.reshape(n // shared, shared, BLOCK).sum(axis=1).astype(np.float32)
+        return self._sums[shared]
+
+
+def prepare(gram: np.ndarray, damping: float = DAMPING) -> Hessian | None:
+    """float[columns, columns], symmetric: sum (or mean) of x xᵀ -> Hessian; None if it is zero, or nothing can be made of it.
+
+    damping: share of the mean of the diagonal that is added to it. If H cannot be factored, ten times more, up to 1.
+    Raises FormatError for what is no square matrix of finite numbers with a diagonal that is not negative.
+    """
+    if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.dtype.kind != "f":
+        raise FormatError(f"second moments must be a float matrix [columns, columns], not {gram.dtype}{list(gram.shape)}")
+    columns = gram.shape[0]
+    diagonal = gram.diagonal().astype(np.float64)
+    if not np.isfinite(diagonal).all() or (diagonal < 0).any():
+        column = int(np.flatnonzero(~(diagonal >= 0) | ~np.isfinite(diagonal))[0])
+        raise FormatError(f"second moment of column {column} is {diagonal[column]}; it must be finite and not negative: calibrate again")
+    mean = float(diagonal.mean()) if columns else 0.0
+    if mean == 0 or not np.isfinite(mean):
+        return None
+    unit = 1.0 if FIRM[0] < mean < FIRM[1] else 2.0 ** round(np.log2(mean))
+    padded = -(-columns // BLOCK) * BLOCK
+    if padded == columns and unit == 1.0:
+        matrix = np.ascontiguousarray(gram, np.float32)
+    else:
+        matrix = np.zeros((padded, padded), np.float32)
+        matrix[:columns, :columns] = gram / unit
+    diagonal = np.pad(diagonal / unit, (0, padded - columns))
+    mean /= unit
+    order = np.argsort(diagonal, kind="stable")
+    while damping <= 1:
+        factor = _factor(matrix, damping * mean, order)
+        if factor is not None:
+            importance = (diagonal[:columns] + damping * mean).astype(np.float32)
+            return Hessian(columns, matrix, float(np.float32(damping * mean)), unit, order, factor, importance)
+        damping *= 10
+    return None
+
+
+def _factor(matrix: np.ndarray, damping: float, order: np.ndarray) -> np.ndarray | None:
+    ordered = matrix[np.ix_(order, order)].astype(np.float64)
+    ordered[np.diag_indices_from(ordered)] += damping
+    try:
+        lower = np.linalg.cholesky(ordered)
+    except np.linalg.LinAlgError:
+        return None
+    del ordered
+    lower /= lower.diagonal()
+    factor = lower.astype(np.float32)
+    return factor if np.isfinite(factor).all() else None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """scales, and codes uint8[rows, padded columns] for `BlockFormat.pack`; loss float64[2, rows]: d H dᵀ of search, and of the result."""
+
+    scales: Scales
+    codes: np.ndarray
+    loss: np.ndarray
+
+
+def choose_codes(
+    block_format: BlockFormat, weights: np.ndarray, hessian: Hessian, *, passes: int = PASSES, sweeps: int = SWEEPS
+) -> Chosen:
+    """float32[rows, columns] -> scales and codes with error feedback, in the calling thread.
+
+    Memory: about 20 bytes per weight. Raises FormatError if the columns are not H's, and as BlockFormat.encode.
+    """
+    rows, columns = weights.shape
+    if columns != hessian.columns:
+        raise FormatError(f"second moments are of {hessian.columns} columns, the matrix has {columns}")
+    levels, shared = block_format.levels, block_format.scale_columns
+    blocks = encode(block_format, weights, "blocks", importance=hessian.importance, method="search", threads=1).data
+    scales, codes = block_format.unpack(blocks)
+    groups, padded = -(-rows // ROWS), hessian.matrix.shape[0]
+    if rows == 0 or codes.shape[1] != padded or BLOCK % shared:
+        return Chosen(scales, codes, np.zeros((2, rows)))
+
+    unit, inverse = power_of_two(np.abs(weights).max(axis=1))
+    kind, storage, top = _storage(block_format, scales, unit, inverse)
+    lanes = _Lanes(groups)
+    x = lanes.pack(np.pad(weights * inverse[:, None], ((0, 0), (0, padded - columns))))
+    scale = lanes.pack(scales.scale * inverse[:, None])
+    minimum = scale if scales.minimum is None else lanes.pack(scales.minimum * inverse[:, None])
+    even = bool((np.diff(levels) == 1).all())
+    middles = (levels[1:] + levels[:-1]) / 2
+    storage = lanes.pack(storage)
+    out, losses = np.empty((groups, padded, ROWS), np.uint8), np.empty((groups, 2, ROWS), np.float32)
+    sums = hessian.sums(shared)
+    run_kernel(
+        ("feedback_kernel", "even" if even else "table", "scale" if scales.minimum is None else "affine", kind, str(shared)),
+        scratch_bytes(padded, shared),
+        1,
+        1,
+        weights=x.ctypes.data,
+        scales=scale.ctypes.data,
+        minima=minimum.ctypes.data,
+        storage=storage.ctypes.data,
+        codes=out.ctypes.data,
+        losses=losses.ctypes.data,
+        groups=groups,
+        columns=padded,
+        hessian=hessian.matrix.ctypes.data,
+        damping=hessian.damping,
+        factor=hessian.factor.ctypes.data,
+        order=hessian.order.ctypes.data,
+        sums=sums.ctypes.data,
+        levels=levels.ctypes.data,
+        middles=middles.ctypes.data,
+        level_count=levels.size,
+        first=float(levels[0]),
+        last=float(levels[-1]),
+        top=top,
+        passes=passes,
+        sweeps=sweeps,
+    )
+    minima = None if scales.minimum is None else lanes.unpack(minimum, rows) * unit[:, None]
+    scales = _restored(block_format, scales, lanes.unpack(scale, rows) * unit[:, None], minima)
+    loss = lanes.unpack(losses, rows).T.astype(np.float64) * (hessian.unit * unit.astype(np.float64) ** 2)
+    return Chosen(scales, lanes.unpack(out, rows), loss)
+
+
+class _Lanes:
+    """[rows, n] <-> [groups, n, 16]: rows side by side, as the kernel has them. Missing rows are zeros."""
+
+    def __init__(self, groups: int) -> None:
+        self.groups = groups
+
+    def pack(self, array: np.ndarray) -> np.ndarray:
+        out = np.zeros((self.groups, array.shape[1], ROWS), array.dtype)
+        whole = array.shape[0] // ROWS
+        out[:whole] = array[: whole * ROWS].reshape(whole, ROWS, -1).swapaxes(1, 2)
+        if whole < self.groups:
+            out[whole, :, : array.shape[0] - whole * ROWS] = array[whole * ROWS :].T
+        return out
+
+    def unpack(self, array: np.ndarray, rows: int) -> np.ndarray:
+        return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(self.groups * ROWS, -1)[:rows]
+
+
+def scratch_bytes(columns: int, shared: int) -> int:
+    """Scratch memory of the kernel: for each group 3 numbers per column and 2 per scale, times 16 rows, and those of a block."""
+    return BATCH * (64 * (3 * columns + 2 * (columns // shared)) + LOCAL_BYTES)
+
+
+# ---- how scales are stored -------------------------------------------------------------------------------------------
+
+
+def _storage(block_format: BlockFormat, scales: Scales, unit: np.ndarray, inverse: np.ndarray) -> tuple[str, np.ndarray, float]:
+    """(kind, float32[rows, 2] factors to what is stored and back, largest code): see feedback_kernel.FIELDS."""
+    if isinstance(block_format, ScaledIntegers):
+        return "f16", np.stack([unit, inverse], axis=1), 0.0
+    if isinstance(block_format, RowScaledIntegers):
+        row = scales.stored[0] * inverse
+        return "codes", np.stack([inverse_or_zero(row), row], axis=1), float(block_format.top)
+    return "fixed", np.zeros((unit.size, 2), np.float32), 0.0
+
+
+def _restored(block_format: BlockFormat, old: Scales, scale: np.ndarray, minimum: np.ndarray | None) -> Scales:
+    """Scales with other numbers, which are ones that the format can store."""
+    if isinstance(block_format, ScaledIntegers):
+        numbers = np.stack([scale] if minimum is None else [scale, minimum], axis=-1).astype(np.float16)
+        return Scales(scale, minimum, (numbers,))
+    if isinstance(block_format, RowScaledIntegers):
+        row = old.stored[0]
+        return Scales(scale, None, (row, np.rint(scale * inverse_or_zero(row)[:, None]).astype(np.int8)))
+    return old

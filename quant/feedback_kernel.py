@@ -1,0 +1,346 @@
+"""The kernel of error feedback and coordinate descent (feedback.py): 16 rows in the lanes, their codes chosen column after column.
+
+Parameters: kind of levels ("even": whole numbers one apart, or "table"), kind of numbers ("scale" or "affine", with a minimum), how a
+scale is stored ("f16", "codes" of a row's number, or "fixed" if it may not move), and the columns that share a scale.
+
+All matrices of a group of rows are vectors of 16 rows, one per column. Whatever a column changes is added to all others as a sum over the
+32 columns of its block, in ascending order with one fma each, so results depend on no tile size and on no number of workers.
+"""
+
+from __future__ import annotations
+
+from .feedback import BATCH, BLOCK, LOCAL_BYTES
+from .grid_kernels import clip, inverse_or_zero, stored
+from .jit.fields import ArgumentBlock, view
+from .jit.memory import load_f32, load_i64
+from .jit.piece import inline
+from .jit.simd import (
+    F32,
+    I32,
+    absolute,
+    fma,
+    lanes_max,
+    less,
+    load,
+    load_tile,
+    round_even,
+    spread,
+    store,
+    store_tile,
+    tile,
+    to_bytes,
+    to_i32,
+    where,
+    zeros,
+)
+from .jit.target import current
+
+FIELDS = """
+weights scales minima storage codes losses groups columns
+hessian damping:f32 factor order sums levels middles level_count first:f32 last:f32 top:f32
+passes sweeps scratch scratch_bytes
+"""
+"""
+weights            float32[groups, columns, 16]; columns is a multiple of 32
+scales, minima     float32[groups, columns / scale columns, 16] in the units of the weights; changed in place
+storage            float32[groups, 2, 16]: what a scale is multiplied with to get what is stored, and back
+codes              uint8[groups, columns, 16]
+losses             float32[groups, 2, 16]: of the nearest codes, and of the result
+hessian, damping   float32[columns, columns], symmetric; what is added to its diagonal
+factor             float32[columns, columns]: row k, columns j < k: what a unit of error in column order[k] adds to column order[j]
+order              int64[columns]
+sums               float32[columns / scale columns, 32]: damped hessian summed over the rows of a group of columns, for the 32 of its block
+levels, middles    float32[level_count], and [level_count - 1]; first and last of the levels
+top                largest code of a scale (storage "codes")
+passes, sweeps     of coordinate descent over all columns, and over a block each time
+scratch            feedback.scratch_bytes for each worker
+"""
+
+def build(kind: str, numbers: str, storage: str, scale_columns: str):
+    width = 16 if "avx512f" in current().features else 4
+    shared = int(scale_columns)
+    even, affine, movable = kind == "even", numbers == "affine", storage != "fixed"
+    halves = storage == "f16"
+    Arguments, Tile = ArgumentBlock(FIELDS), tile(F32, width, 1)
+
+    # ---- levels and scales -------------------------------------------------------------------------------------------
+
+    if even:
+
+        @inline
+        def nearest(a, y):
+            return round_even(clip(y, a.first, a.last))
+
+        @inline
+        def index(a, level):
+            return to_i32(level - a.first)
+
+    else:
+
+        @inline
+        def nearest(a, y):
+            level = zeros(F32) + a.first
+            for i in range(a.level_count - 1):
+                level = where(less(load_f32(a.middles + 4 * i), y), zeros(F32) + load_f32(a.levels + 4 * i + 4), level)
+            return level
+
+        @inline
+        def index(a, level):
+            code = zeros(I32)
+            for i in range(a.level_count - 1):
+                code = code + where(less(load_f32(a.middles + 4 * i), level), zeros(I32) + 1, zeros(I32))
+            return code
+
+    if halves:
+
+        @inline
+        def storable(a, scale, units):
+            return stored(scale * load(F32, units)) * load(F32, units + 64)
+
+    else:
+
+        @inline
+        def storable(a, scale, units):
+            return round_even(clip(scale * load(F32, units), 0.0 - a.top, a.top)) * load(F32, units + 64)
+
+    # ---- what columns do to others -------------------------------------------------------------------------------------
+
+    @inline
+    def add_product(x, e, matrix, stride):
+        """x[j] += sum over a block of 32 columns k of e[k] * matrix[k, j], for `width` columns j."""
+        total = load_tile(Tile, x, 64)
+        for k in range(BLOCK):
+            total = fma(spread(Tile, matrix + k * stride, 4), load(F32, e + 64 * k), total)
+        store_tile(x, total, 64, 0)
+
+    @inline
+    def spread_changes(x, x_bytes, e, e_bytes, count, matrix, stride, first, last):
+        """The same for columns first..last of `count` groups; a few columns of the matrix at a time stay in the nearest cache."""
+        for j in range(first, last, width):
+            for g in range(count):
+                add_product(x + g * x_bytes + 64 * j, e + g * e_bytes, matrix + 4 * j, stride)
+
+    @inline
+    def rest_of(w, levels, scales, minima, columns, out):
+        """out = weights - (scale * level + minimum)."""
+        for k in range(columns):
+            at = 64 * (k // shared)
+            value = load(F32, scales + at) * load(F32, levels + 64 * k)
+            if affine:
+                value = value + load(F32, minima + at)
+            store(out + 64 * k, load(F32, w + 64 * k) - value)
+
+    @inline
+    def nearest_levels(a, w, scales, minima, out):
+        for k in range(a.columns):
+            at = 64 * (k // shared)
+            v = load(F32, w + 64 * k)
+            if affine:
+                v = v - load(F32, minima + at)
+            store(out + 64 * k, nearest(a, v * inverse_or_zero(load(F32, scales + at))))
+
+    @inline
+    def gradients(a, rest, gradient, x_bytes, count):
+        """gradient = (hessian + damping) times rest."""
+        for g in range(count):
+            for k in range(a.columns):
+                at = g * x_bytes + 64 * k
+                store(gradient + at, load(F32, rest + at) * a.damping)
+        for b in range(0, a.columns, BLOCK):
+            spread_changes(gradient, x_bytes, rest + 64 * b, x_bytes, count, a.hessian + 4 * b * a.columns, 4 * a.columns, 0, a.columns)
+
+    @inline
+    def loss(rest, gradient, columns):
+        total = zeros(F32)
+        for k in range(columns):
+            total = total + load(F32, rest + 64 * k) * load(F32, gradient + 64 * k)
+        return total
+
+    # ---- error feedback ------------------------------------------------------------------------------------------------
+
+    @inline
+    def feedback_block(a, b, w, x, scales, minima, levels, errors):
+        """Columns order[b + 31] down to order[b]: the nearest level to what the errors so far have made of each."""
+        for i in range(BLOCK):
+            k = b + BLOCK - 1 - i
+            column = load_i64(a.order + 8 * k)
+            at = 64 * (column // shared)
+            scale = load(F32, scales + at)
+            v = load(F32, x + 64 * k)
+            if affine:
+                v = v - load(F32, minima + at)
+            level = nearest(a, v * inverse_or_zero(scale))
+            value = scale * level
+            if affine:
+                value = value + load(F32, minima + at)
+            error = load(F32, w + 64 * column) - value
+            store(levels + 64 * column, level)
+            store(errors + 64 * (k - b), error)
+            row = a.factor + 4 * (k * a.columns)
+            for j in range(b, k):
+                store(x + 64 * j, fma(error, zeros(F32) + load_f32(row + 4 * j), load(F32, x + 64 * j)))
+
+    @inline
+    def feedback(a, w, scales, minima, s_bytes, levels, x, x_bytes, errors, e_bytes, count):
+        for g in range(count):
+            for k in range(a.columns):
+                store(x + g * x_bytes + 64 * k, load(F32, w + g * x_bytes + 64 * load_i64(a.order + 8 * k)))
+        for i in range(a.columns // BLOCK):
+            b = a.columns - BLOCK * (i + 1)
+            for g in range(count):
+                at, s = g * x_bytes, g * s_bytes
+                feedback_block(a, b, w + at, x + at, scales + s, minima + s, levels + at, errors + g * e_bytes)
+            spread_changes(x, x_bytes, errors, e_bytes, count, a.factor + 4 * b * a.columns, 4 * a.columns, 0, b)
+
+    # ---- coordinate descent --------------------------------------------------------------------------------------------
+
+    @inline
+    def descend_codes(a, matrix, scale, levels, gradient, changes, first):
+        """Each column of those that share a scale to the level that is best while all others stay."""
+        inverse = inverse_or_zero(scale)
+        for k in range(first, first + shared):
+            row = matrix + 4 * k * a.columns
+            curvature = load_f32(row + 4 * k) + a.damping
+            level, slope = load(F32, levels + 64 * k), load(F32, gradient + 64 * k)
+            better = nearest(a, fma(slope * (1.0 / curvature), inverse, level))
+            change = scale * (level - better)
+            if lanes_max(absolute(change)) > 0.0:
+                store(levels + 64 * k, better)
+                store(changes + 64 * k, load(F32, changes + 64 * k) + change)
+                for j in range(BLOCK):
+                    store(gradient + 64 * j, fma(change, zeros(F32) + load_f32(row + 4 * j), load(F32, gradient + 64 * j)))
+                store(gradient + 64 * k, fma(change, zeros(F32) + a.damping, load(F32, gradient + 64 * k)))
+
+    @inline
+    def descend_scale(a, matrix, sums, scales, minima, units, levels, gradient, changes, product, first):
+        """The scale (and minimum) that are best while codes stay, rounded to storage; taken where they lessen the loss."""
+        for j in range(BLOCK):
+            store(product + 64 * j, zeros(F32))
+        for k in range(first, first + shared):
+            level = load(F32, levels + 64 * k)
+            store(product + 64 * k, fma(level, zeros(F32) + a.damping, load(F32, product + 64 * k)))
+        for j in range(0, BLOCK, width):
+            total = load_tile(Tile, product + 64 * j, 64)
+            for k in range(first, first + shared):
+                total = fma(spread(Tile, matrix + 4 * (k * a.columns + j), 4), load(F32, levels + 64 * k), total)
+            store_tile(product + 64 * j, total, 64, 0)
+        slope, curvature = zeros(F32), zeros(F32)
+        slope_low, mixed, curvature_low = zeros(F32), zeros(F32), zeros(F32)
+        for k in range(first, first + shared):
+            level, g = load(F32, levels + 64 * k), load(F32, gradient + 64 * k)
+            slope, curvature = fma(level, g, slope), fma(level, load(F32, product + 64 * k), curvature)
+            if affine:
+                row = zeros(F32) + load_f32(sums + 4 * k)
+                slope_low, mixed, curvature_low = slope_low + g, fma(level, row, mixed), curvature_low + row
+        scale = load(F32, scales)
+        if affine:
+            low = load(F32, minima)
+            determinant = curvature * curvature_low - mixed * mixed
+            inverse = inverse_or_zero(determinant)
+            step = storable(a, scale + (curvature_low * slope - mixed * slope_low) * inverse, units) - scale
+            step_low = storable(a, low + (curvature * slope_low - mixed * slope) * inverse, units) - low
+            gain = step * (slope * 2.0 - step * curvature - step_low * mixed * 2.0) + step_low * (slope_low * 2.0 - step_low * curvature_low)
+            better = less(zeros(F32), gain)
+            step, step_low = where(better, step, zeros(F32)), where(better, step_low, zeros(F32))
+            store(scales, scale + step)
+            store(minima, low + step_low)
+        else:
+            step = storable(a, scale + slope * inverse_or_zero(curvature), units) - scale
+            gain = step * (slope * 2.0 - step * curvature)
+            step = where(less(zeros(F32), gain), step, zeros(F32))
+            step_low = step
+            store(scales, scale + step)
+        for j in range(BLOCK):
+            change = step * load(F32, product + 64 * j)
+            if affine:
+                change = change + step_low * load_f32(sums + 4 * j)
+            store(gradient + 64 * j, load(F32, gradient + 64 * j) - change)
+        for k in range(first, first + shared):
+            change = step * load(F32, levels + 64 * k)
+            if affine:
+                change = change + step_low
+            store(changes + 64 * k, load(F32, changes + 64 * k) - change)
+
+    @inline
+    def descend(a, b, scales, minima, units, levels, gradient, changes):
+        """One block: codes and scales in turn, with only its own 32 columns of the gradient kept up to date."""
+        matrix = a.hessian + 4 * (b * a.columns + b)
+        levels, gradient = levels + 64 * b, gradient + 64 * b
+        product = changes + 64 * BLOCK
+        for k in range(BLOCK):
+            store(changes + 64 * k, zeros(F32))
+        for first in range(0, BLOCK, shared):
+            at = (b + first) // shared
+            sums = a.sums + 4 * BLOCK * at
+            for sweep in range(a.sweeps):
+                descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
+                if movable:
+                    descend_scale(
+                        a, matrix, sums, scales + 64 * at, minima + 64 * at, units, levels, gradient, changes, product, first
+                    )
+            if movable:
+                descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
+
+    # ---- all of it -------------------------------------------------------------------------------------------------------
+
+    def kernel(arguments, worker, workers):
+        a = view(Arguments, arguments)
+        x_bytes, s_bytes, e_bytes = 64 * a.columns, 64 * (a.columns // shared), LOCAL_BYTES
+        x = a.scratch + worker * a.scratch_bytes
+        gradient, levels = x + BATCH * x_bytes, x + 2 * BATCH * x_bytes
+        old_scales = x + 3 * BATCH * x_bytes
+        old_minima = old_scales + BATCH * s_bytes
+        changes = old_minima + BATCH * s_bytes
+        batches = (a.groups + BATCH - 1) // BATCH
+        for batch in range(batches * worker // workers, batches * (worker + 1) // workers):
+            first = BATCH * batch
+            count = min(BATCH, a.groups - first)
+            w, units = a.weights + first * x_bytes, a.storage + 128 * first
+            scales, minima = a.scales + first * s_bytes, a.minima + first * s_bytes
+            losses = a.losses + 128 * first
+            for g in range(count):
+                at, s = g * x_bytes, g * s_bytes
+                nearest_levels(a, w + at, scales + s, minima + s, levels + at)
+                rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
+                for i in range(0, s_bytes, 64):
+                    store(old_scales + s + i, load(F32, scales + s + i))
+                    if affine:
+                        store(old_minima + s + i, load(F32, minima + s + i))
+            gradients(a, x, gradient, x_bytes, count)
+            for g in range(count):
+                store(losses + 128 * g, loss(x + g * x_bytes, gradient + g * x_bytes, a.columns))
+
+            feedback(a, w, scales, minima, s_bytes, levels, x, x_bytes, changes, e_bytes, count)
+            for g in range(count):
+                at, s = g * x_bytes, g * s_bytes
+                rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
+            gradients(a, x, gradient, x_bytes, count)
+            for turn in range(a.passes):
+                for b in range(0, a.columns, BLOCK):
+                    for g in range(count):
+                        at, s = g * x_bytes, g * s_bytes
+                        descend(
+                            a, b, scales + s, minima + s, units + 128 * g, levels + at, gradient + at, changes + g * e_bytes
+                        )
+                    row, stride = a.hessian + 4 * b * a.columns, 4 * a.columns
+                    spread_changes(gradient, x_bytes, changes, e_bytes, count, row, stride, 0, b)
+                    spread_changes(gradient, x_bytes, changes, e_bytes, count, row, stride, b + BLOCK, a.columns)
+
+            for g in range(count):
+                at, s = g * x_bytes, g * s_bytes
+                rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
+                start, end = load(F32, losses + 128 * g), loss(x + at, gradient + at, a.columns)
+                better = less(end, start)
+                store(losses + 128 * g + 64, where(better, end, start))
+                for k in range(a.columns // shared):
+                    i = s + 64 * k
+                    store(scales + i, where(better, load(F32, scales + i), load(F32, old_scales + i)))
+                    if affine:
+                        store(minima + i, where(better, load(F32, minima + i), load(F32, old_minima + i)))
+                nearest_levels(a, w + at, old_scales + s, old_minima + s, x + at)
+                codes = a.codes + 16 * (first + g) * a.columns
+                for k in range(a.columns):
+                    level = where(better, load(F32, levels + at + 64 * k), load(F32, x + at + 64 * k))
+                    store(codes + 16 * k, to_bytes(index(a, level)))
+
+    return kernel
