@@ -84,7 +84,7 @@ class NativeTensor:
         return None if self.vector else self.raw()
 
     def blocks(self, rows: slice | None = None) -> np.ndarray | None:
-        """uint8[rows, blocks, block_bytes], a new array; None for a vector. Raises FormatError if the format is not installed."""
+        """uint8[blocks_shape] (quant/block.py), a new array; None for a vector. Raises FormatError if the format is not installed."""
         if self.vector:
             return None
         start, stop, step = (slice(None) if rows is None else rows).indices(self.rows)
@@ -135,8 +135,7 @@ class NativeTensor:
         tiles = self._file.bytes[at + first * group : at + last * group]
         rows = min(height, last * ROWS) - first * ROWS
         if rows <= 0:
-            blocks = -(-columns // format.block_columns)
-            return np.empty((0, blocks, format.block_bytes), np.uint8)
+            return np.empty(format.blocks_shape(0, columns), np.uint8)
         return format.untile(tiles, rows, columns)[start - first * ROWS : stop - first * ROWS]
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ ENCODE_SCRATCH, TILE_SCRATCH = 10240, 1536
 
 
 class Encoded(NamedTuple):
-    """tiles: uint8[tiles_nbytes], or blocks: uint8[rows, blocks, block_bytes]; and how far they are from the weights."""
+    """tiles: uint8[tiles_nbytes], or blocks: uint8[blocks_shape]; and how far they are from the weights."""
 
     data: np.ndarray
     errors: TensorErrors
@@ -122,11 +122,13 @@ def encode(
 
 
 def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = None) -> np.ndarray:
-    """BlockFormat.tile, compiled and over threads: uint8[rows, blocks, block_bytes] -> uint8[tiles_nbytes]."""
+    """BlockFormat.tile, compiled and over threads: uint8[blocks_shape] -> uint8[tiles_nbytes]."""
+    if not has_kernel(block_format):
+        return block_format.tile(blocks)
     check_blocks(blocks, block_format.block_bytes, block_format.name)
     rows, count, _ = blocks.shape
     groups, rest = divmod(rows, ROWS)
-    if not has_kernel(block_format) or groups == 0 or count == 0:
+    if groups == 0 or count == 0:
         return block_format.tile(blocks)
     blocks = np.ascontiguousarray(blocks)
     group_bytes = count * block_format.tile_bytes
@@ -172,8 +174,7 @@ def _reference(
     meter: TensorMeter,
 ) -> Encoded:
     rows, columns = weights.shape
-    count = -(-columns // block_format.block_columns)
-    blocks = np.empty((rows, count, block_format.block_bytes), np.uint8)
+    blocks = np.empty(block_format.blocks_shape(rows, columns), np.uint8)
     for chunk in row_chunks(rows, columns):
         values = _as_f32(weights[chunk], kind)
         check_finite(values, name, chunk.start)

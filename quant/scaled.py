@@ -27,7 +27,7 @@ from .layout import (
     split_block,
     split_tiles,
 )
-from .scales import Affine, Coded, Grid, check_finite, check_importance
+from .scales import Affine, Coded, Grid, Table, check_finite, check_importance
 
 METHODS = ("nearest", "search")
 
@@ -169,4 +169,4 @@ class ScaledIntegers(BlockFormat):
         from .jit.piece import scaled_piece
 
         parts = tuple(type(part).__name__ for part in self.tile_parts or self.parts)
-        return scaled_piece(self.numbers, parts, 0 if isinstance(self.grid, Affine) else self.grid.bias)
+        return scaled_piece(self.numbers, parts, self.grid.bias, self.grid.table if isinstance(self.grid, Table) else None)

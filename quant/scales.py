@@ -1,7 +1,7 @@
 """How a block of 32 weights becomes integers: the choice of its scale.
 
-A *grid* is a family of levels that one scale (and one minimum) stretches: `SignedMax` and `AbsoluteMax` have levels s·c, `Affine`
-has levels s·c + m. Each grid can choose its numbers in two ways:
+A *grid* is a family of levels that one scale (and one minimum) stretches: `SignedMax` and `AbsoluteMax` have levels s·c, `Table`
+levels s·t[c] that are not evenly spaced, `Affine` levels s·c + m. Each grid can choose its numbers in two ways:
 
 * `nearest`: from the largest weight of the block, then every weight to its nearest level. This is the reference rounding of
   ggml (ggml-quants.c, quantize_row_*_ref), in the same float32 operations, so that the bytes agree with GGUF files.
@@ -31,7 +31,9 @@ F16_OVERFLOW = 65520.0
 """The least magnitude that rounds to infinity in f16."""
 
 REACH = tuple(2.0 - 0.4 * i for i in range(9))
-"""Candidates of a symmetric search: how many levels beyond the end of the grid the largest weight would fall, if not clipped."""
+"""Candidates of a search on even levels: how many levels beyond the end of the grid the largest weight would fall, if not clipped."""
+STRETCH = tuple(0.85 + 0.06 * i for i in range(9))
+"""Candidates of a search on uneven levels: where the largest weight would fall, as a share of the end of the grid, if not clipped."""
 REACH_AFFINE = tuple((below, above) for below in (-0.5, 0.1, 0.7, 1.3) for above in (-0.5, 0.1, 0.7, 1.3))
 """Candidates of an affine search: how many levels the least and the greatest weight would fall off the grid, if not clipped."""
 SINGULAR = 1e-4
@@ -64,7 +66,7 @@ def power_of_two(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (exponent << 23).view(np.float32), ((254 - exponent) << 23).astype(np.uint32).view(np.float32)
 
 
-def _column_sum(terms: np.ndarray) -> np.ndarray:
+def column_sum(terms: np.ndarray) -> np.ndarray:
     """float32[32, n] -> float32[n], added from column 0 to 31. np.sum may add in another order."""
     total = terms[0].copy()
     for column in terms[1:]:
@@ -101,6 +103,14 @@ class SignedMax:
     def candidates(self) -> np.ndarray:
         """float32[n, 2]: what a search tries first, 1 / level and level on which the largest weight would fall."""
         return _levels_tried(self.ends)
+
+    def round(self, scaled: np.ndarray) -> np.ndarray:
+        """float32 weights over their scale -> the levels that are nearest, as float32; halves to even."""
+        return np.rint(scaled.clip(*map(np.float32, self.levels)))
+
+    def codes(self, levels: np.ndarray) -> np.ndarray:
+        """Levels as `round` gives them -> uint8 codes."""
+        return (levels + np.float32(self.bias)).astype(np.uint8)
 
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q4_0_ref and q5_0_ref."""
@@ -145,6 +155,14 @@ class AbsoluteMax:
         """As SignedMax.candidates."""
         return _levels_tried(self.ends)
 
+    def round(self, scaled: np.ndarray) -> np.ndarray:
+        """As SignedMax.round."""
+        return np.rint(scaled.clip(*map(np.float32, self.levels)))
+
+    def codes(self, levels: np.ndarray) -> np.ndarray:
+        """As SignedMax.codes."""
+        return (levels + np.float32(self.bias)).astype(np.uint8)
+
     def nearest(self, x: np.ndarray) -> Coded:
         """float32[n, 32] -> Coded. ggml's quantize_row_q8_0_ref: halves are rounded away from zero (roundf)."""
         top = np.float32(self.bias - 1)
@@ -162,27 +180,86 @@ class AbsoluteMax:
         return _search_scale(self, x, importance)
 
 
+NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""The levels of GGUF's IQ4_NL: dense where weights are, asymmetric, so that the sign of a scale is worth a choice."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Levels scale · table[code]: 16 signed 8-bit numbers, ascending; the scale signed so that the largest weight falls on the first."""
+
+    table: tuple[int, ...] = NL4
+
+    @property
+    def levels(self) -> tuple[int, int]:
+        """Lowest and highest level, in units of the scale."""
+        return self.table[0], self.table[-1]
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """float32[16]: the level of each code."""
+        return np.array(self.table, np.float32)
+
+    @cached_property
+    def middles(self) -> np.ndarray:
+        """float32[15]: halfway between two levels; what lies on one belongs to the lower level."""
+        return (self.values[1:] + self.values[:-1]) / 2
+
+    @property
+    def bias(self) -> int:
+        """What kernels add to levels to have unsigned bytes."""
+        return 128
+
+    @property
+    def candidates(self) -> np.ndarray:
+        """As SignedMax.candidates: the largest weight may fall short of or beyond either end by a share of it."""
+        levels = np.array([end * stretch for end in self.levels for stretch in STRETCH])
+        return np.stack([1 / levels, levels], axis=1).astype(np.float32)
+
+    def round(self, scaled: np.ndarray) -> np.ndarray:
+        """As SignedMax.round."""
+        return self.values[np.searchsorted(self.middles, scaled)]
+
+    def codes(self, levels: np.ndarray) -> np.ndarray:
+        """As SignedMax.codes."""
+        return np.searchsorted(self.middles, levels).astype(np.uint8)
+
+    def nearest(self, x: np.ndarray) -> Coded:
+        """float32[n, 32] -> Coded. ggml has no reference rounding for such types: its quantize_row_iq4_nl_ref searches."""
+        scale = finite_f16(peaks(x) / self.values[0]).astype(np.float16)
+        levels = self.round(x * inverse_or_zero(scale.astype(np.float32))[:, None])
+        return Coded(scale[:, None], self.codes(levels))
+
+    def search(self, x: np.ndarray, importance: np.ndarray) -> Coded:
+        """float32[n, 32] twice -> Coded with the least weighted squared error found, never more than nearest's."""
+        return _search_scale(self, x, importance)
+
+
+Symmetric = SignedMax | AbsoluteMax | Table
+
+
 def _levels_tried(ends: tuple[int, ...]) -> np.ndarray:
     levels = np.array([end + reach if end > 0 else end - reach for end in ends for reach in REACH])
     return np.stack([1 / levels, levels], axis=1).astype(np.float32)
 
 
-def _search_scale(grid: SignedMax | AbsoluteMax, x: np.ndarray, importance: np.ndarray) -> Coded:
-    """The search of the grids without a minimum."""
-    start, w = grid.nearest(x), np.ascontiguousarray(importance.T)
-    (low, high), bias = map(np.float32, grid.levels), np.float32(grid.bias)
-    peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)[:, 0]
-    unit, inverse_unit = power_of_two(np.abs(peak))
-    x, peak = np.ascontiguousarray(x.T) * inverse_unit, peak * inverse_unit
-    if len(grid.ends) == 1:
-        peak = np.abs(peak)
+def peaks(x: np.ndarray) -> np.ndarray:
+    """float32[n, k] -> float32[n]: the weight of largest magnitude of each row, the first of equals, with its sign."""
+    return np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)[:, 0]
+
+
+def fit_scale(grid: Symmetric, x: np.ndarray, w: np.ndarray, peak: np.ndarray) -> np.ndarray:
+    """The scale with the least weighted squared error found, before it is rounded: float32[n].
+
+    x, w: float32[k, n], weights brought near 1, and importance, column after column; peak: float32[n], the largest weight of each.
+    """
 
     def refit(scale: np.ndarray, inverse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(the least squares scale for the codes that `scale` gives, the weighted squared error with it)."""
-        c = np.rint((x * inverse).clip(low, high))
+        c = grid.round(x * inverse)
         rest = x - scale * c
         wr, wc = w * rest, w * c
-        rr, rc, cc = _column_sum(wr * rest), _column_sum(wr * c), _column_sum(wc * c)
+        rr, rc, cc = column_sum(wr * rest), column_sum(wr * c), column_sum(wc * c)
         change = rc * inverse_or_zero(cc)
         return scale + change, rr - rc * change
 
@@ -193,18 +270,28 @@ def _search_scale(grid: SignedMax | AbsoluteMax, x: np.ndarray, importance: np.n
         better = error < least
         least, scale = np.where(better, error, least), np.where(better, tried, scale)
     tried, error = refit(scale, inverse_or_zero(scale))
-    scale = np.where(error < least, tried, scale)
+    return np.where(error < least, tried, scale)
 
+
+def _search_scale(grid: Symmetric, x: np.ndarray, importance: np.ndarray) -> Coded:
+    """The search of the grids without a minimum."""
+    start, w = grid.nearest(x), np.ascontiguousarray(importance.T)
+    peak = peaks(x)
+    unit, inverse_unit = power_of_two(np.abs(peak))
+    x, peak = np.ascontiguousarray(x.T) * inverse_unit, peak * inverse_unit
+    if isinstance(grid, AbsoluteMax):
+        peak = np.abs(peak)
+    scale = fit_scale(grid, x, w, peak)
     with np.errstate(over="ignore"):
         numbers = finite_f16(scale * unit).astype(np.float16)
 
-    def error_of(numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
-        rest = x - (numbers.astype(np.float32) * inverse_unit) * codes
-        return _column_sum(w * rest * rest)
+    def error_of(numbers: np.ndarray, levels: np.ndarray) -> np.ndarray:
+        rest = x - (numbers.astype(np.float32) * inverse_unit) * levels
+        return column_sum(w * rest * rest)
 
-    codes = np.rint((x * inverse_or_zero(numbers.astype(np.float32) * inverse_unit)).clip(low, high))
-    better = error_of(numbers, codes) < error_of(start.numbers[:, 0], start.codes.T.astype(np.float32) - bias)
-    return _choose(better, Coded(numbers[:, None], (codes + bias).T.astype(np.uint8)), start)
+    levels = grid.round(x * inverse_or_zero(numbers.astype(np.float32) * inverse_unit))
+    better = error_of(numbers, levels) < error_of(start.numbers[:, 0], grid.values[start.codes.T])
+    return _choose(better, Coded(numbers[:, None], grid.codes(levels).T), start)
 
 
 @dataclass(frozen=True)
@@ -250,15 +337,15 @@ class Affine:
         # Digits of the width that lie below the last digit of the weights are noise, and the unit need not be smaller than that.
         unit, inverse_unit = power_of_two(np.maximum(width, np.abs(middle) * np.float32(2.0**-24)))
         x, width = (np.ascontiguousarray(x.T) - middle) * inverse_unit, width * inverse_unit
-        weight = _column_sum(w)
+        weight = column_sum(w)
 
         def refit(scale: np.ndarray, low: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             """(the least squares scale and minimum for the codes that these give, the weighted squared error with them)."""
             c = np.rint(((x - low) * inverse_or_zero(scale)).clip(0, top))
             rest = x - (scale * c + low)
             wr, wc = w * rest, w * c
-            rr, r, rc = _column_sum(wr * rest), _column_sum(wr), _column_sum(wr * c)
-            c1, cc = _column_sum(wc), _column_sum(wc * c)
+            rr, r, rc = column_sum(wr * rest), column_sum(wr), column_sum(wr * c)
+            c1, cc = column_sum(wc), column_sum(wc * c)
             determinant = weight * cc - c1 * c1
             inverse = inverse_or_zero(determinant)
             d_scale, d_low = (weight * rc - c1 * r) * inverse, (cc * r - c1 * rc) * inverse
@@ -287,7 +374,7 @@ class Affine:
         def error_of(numbers: np.ndarray, codes: np.ndarray) -> np.ndarray:
             scale, low = placed(numbers)
             rest = x - (scale * codes + low)
-            return _column_sum(w * rest * rest)
+            return column_sum(w * rest * rest)
 
         scale, low = placed(numbers)
         codes = np.rint(((x - low) * inverse_or_zero(scale)).clip(0, top))
@@ -295,7 +382,7 @@ class Affine:
         return _choose(better, Coded(numbers, codes.T.astype(np.uint8)), start)
 
 
-Grid = SignedMax | AbsoluteMax | Affine
+Grid = SignedMax | AbsoluteMax | Table | Affine
 
 
 def _choose(better: np.ndarray, found: Coded, start: Coded) -> Coded:

@@ -13,7 +13,7 @@ from halfbyte.quant import FormatError, NonFiniteError, get_format
 from halfbyte.quant.encoders import encode, has_kernel, tile
 from halfbyte.quant.measures import tensor_errors
 
-INTEGER = ("q8_0", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0")
+INTEGER = ("q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "q4_1", "q4_0", "iq4_nl", "nl4_16", "nl4")
 SOURCES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
@@ -64,9 +64,10 @@ def test_compiled_equals_reference_bit_for_bit(name, method, source, order):
 def test_compiled_tiles_are_the_reference_tiles(name):
     block_format = get_format(name)
     for rows, count in ((16, 1), (53, 5), (160, 3), (7, 2)):
-        blocks = np.random.default_rng(rows).integers(0, 256, (rows, count, block_format.block_bytes), dtype=np.uint8)
+        data = np.random.default_rng(rows).integers(0, 256, block_format.tiles_nbytes(rows, 32 * count), dtype=np.uint8)
+        blocks = block_format.untile(data, rows, 32 * count)
         np.testing.assert_array_equal(tile(block_format, blocks, threads=2), block_format.tile(blocks))
-        np.testing.assert_array_equal(tile(block_format, blocks[:, ::-1], threads=1), block_format.tile(blocks[:, ::-1]))
+        np.testing.assert_array_equal(tile(block_format, blocks[::-1], threads=1), block_format.tile(blocks[::-1]))
 
 
 @pytest.mark.parametrize("name", ["q8_0", "q4_1", "q4_0"])

@@ -1,6 +1,7 @@
 """Files written by any version must decode for ever: bytes kept from the day a format was new."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -20,9 +21,9 @@ DIGESTS = json.loads((FOLDER / "digests.json").read_text())
 def golden(name: str) -> tuple[np.ndarray, np.ndarray]:
     block_format = get_format(name)
     data = np.fromfile(FOLDER / f"{name}.bin", np.uint8)
-    count = -(-COLUMNS // block_format.block_columns)
-    size = ROWS * count * block_format.block_bytes
-    return data[:size].reshape(ROWS, count, block_format.block_bytes), data[size:]
+    shape = block_format.blocks_shape(ROWS, COLUMNS)
+    size = math.prod(shape)
+    return data[:size].reshape(shape), data[size:]
 
 
 def test_every_format_of_this_package_has_golden_bytes():
@@ -79,3 +80,25 @@ def test_fifth_bits_and_top_pairs_byte_by_byte():
         pair = (blocks[row, block, 18 + column % 8] >> (2 * (column // 8))) & 3
         plane = tiles[block * 416 + 32 + 256 + 64 * (vector // 4) + 4 * row + c]
         assert (plane >> (2 * (vector % 4))) & 3 == pair
+
+
+def test_row_scaled_tiles_byte_by_byte():
+    """Numbers of rows, 8-bit scales of 32 columns, 6-bit ones of 16, as docs/file-format.md states them."""
+    for name in ("nl4", "nl4_16", "q5_r", "q6_r"):
+        form, (blocks, tiles) = get_format(name), golden(name)
+        row, block = 5, 1
+        assert tiles[2 * row : 2 * row + 2].tobytes() == blocks[row, :2].tobytes()
+        at = 32 + block * form.tile_bytes
+        scales = blocks[row, 2 + block * form.block_bytes :][: 32 // form.scale_columns].view(np.int8).astype(int)
+        if name == "nl4_16":
+            assert tiles[at + row] == (scales[0] + 32) % 16 + 16 * ((scales[1] + 32) % 16)
+            for half in range(2):
+                word = int.from_bytes(tiles[at + 16 + 4 * half :][:4].tobytes(), "little")
+                assert word >> (2 * row) & 3 == (scales[half] + 32) // 16
+        else:
+            assert tiles[at + row].view(np.int8) == scales[0]
+        column = 22
+        inner = blocks[row, 2 + block * form.block_bytes + len(scales) :]
+        vector, c = column // 4, column % 4
+        code = inner[column % 16] >> (4 * (column // 16)) & 15
+        assert tiles[at + form.scale_bytes + 64 * (vector // 2) + 4 * row + c] >> (4 * (vector % 2)) & 15 == code

@@ -11,13 +11,13 @@ from halfbyte.quant import block as registry
 from halfbyte.quant import get_format
 from halfbyte.quant.block import BUILT_IN
 from halfbyte.quant.jit.piece import FloatPiece, IntegerPiece
-from halfbyte.quant.jit.simd import F16, I32, Vector, store_tile, tile
+from halfbyte.quant.jit.simd import F16, F32, I32, Vector, store_tile, tile
 
 GROUPS = 2
 
 
 def read_integers(piece: IntegerPiece, tiles: np.ndarray, stride: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes [groups * 16, 32], scales and minima [groups * 16] of the first tile of each row group, through the piece."""
+    """Codes [groups * 16, 32], scales and minima [2, groups * 16] of the first tile of each row group, through the piece."""
     ints, halves = tile(I32, GROUPS, 1), tile(F16, GROUPS, 1)
     codes_of, scale_of = piece.codes, piece.scale
     minimum_of, has_minimum = piece.minimum or piece.scale, piece.minimum is not None
@@ -28,29 +28,49 @@ def read_integers(piece: IntegerPiece, tiles: np.ndarray, stride: int) -> tuple[
             low, high = codes_of(ints, address, stride, j)
             store_tile(codes + 128 * j, low, 512, 0)
             store_tile(codes + 128 * j + 64, high, 512, 0)
-        store_tile(scales, scale_of(halves, address, stride, 0), 64, 0)
-        if has_minimum:
-            store_tile(minima, minimum_of(halves, address, stride, 0), 64, 0)
+        for half in range(2):
+            store_tile(scales + 64 * GROUPS * half, scale_of(halves, address, stride, half), 64, 0)
+            if has_minimum:
+                store_tile(minima + 64 * GROUPS * half, minimum_of(halves, address, stride, half), 64, 0)
 
     codes = np.zeros((GROUPS, 8, 16, 4), np.uint8)
-    scales, minima = np.zeros((2, GROUPS, 16), np.float32)
+    scales, minima = np.zeros((2, 2, GROUPS, 16), np.float32)
     read(tiles.ctypes.data, stride, codes.ctypes.data, scales.ctypes.data, minima.ctypes.data)
-    return codes.transpose(0, 2, 1, 3).reshape(GROUPS * 16, 32), scales.reshape(-1), minima.reshape(-1)
+    return codes.transpose(0, 2, 1, 3).reshape(GROUPS * 16, 32), scales.reshape(2, -1), minima.reshape(2, -1)
+
+
+def read_rows(piece: IntegerPiece, tiles: np.ndarray, stride: int) -> np.ndarray:
+    """The numbers of rows, [groups * 16], through the piece."""
+    floats, row_of = tile(F32, GROUPS, 1), piece.row
+
+    @njit
+    def read(address, stride, out):
+        store_tile(out, row_of(floats, address, stride), 64, 0)
+
+    out = np.zeros((GROUPS, 16), np.float32)
+    read(tiles.ctypes.data, stride, out.ctypes.data)
+    return out.reshape(-1)
 
 
 def check(block_format, piece: IntegerPiece) -> None:
-    blocks = np.random.default_rng(0).integers(0, 256, (16 * GROUPS, 3, block_format.block_bytes), dtype=np.uint8)
-    blocks[..., 1] &= 0x3F  # finite, positive scales
-    if piece.minimum is not None:
-        blocks[..., 3] &= 0xBF
-    tiles, stride = block_format.tile(blocks), 3 * block_format.tile_bytes
+    header = 16 * piece.header_bytes
+    tiles = np.random.default_rng(0).integers(0, 256, block_format.tiles_nbytes(16 * GROUPS, 96), dtype=np.uint8)
+    stride = tiles.size // GROUPS
+    for group in tiles.reshape(GROUPS, stride):
+        if header:
+            group[1:header:2] = 0x3F  # finite bf16
+        else:
+            for t in group.reshape(3, -1):
+                t[1 : 64 if piece.minimum is not None else 32 : 2] &= 0x3F  # finite f16
     assert piece.tile_bytes == block_format.tile_bytes and piece.scale_columns == block_format.scale_columns
-    expected = block_format.decode(blocks)
+    assert piece.header_bytes == block_format.header_bytes and (piece.row is not None) == (header > 0)
+    expected = block_format.decode(block_format.untile(tiles, 16 * GROUPS, 96))
+    rows = read_rows(piece, tiles, stride) if piece.row is not None else np.ones(16 * GROUPS, np.float32)
     for i in range(3):
-        codes, scales, minima = read_integers(piece, tiles[i * piece.tile_bytes :], stride)
+        codes, scales, minima = read_integers(piece, tiles[header + i * piece.tile_bytes :], stride)
         assert piece.wide or codes.max() < 128
-        values = scales[:, None] * (codes.astype(np.float32) - piece.bias) + minima[:, None]
-        np.testing.assert_array_equal(values, expected[:, 32 * i : 32 * i + 32])
+        scales, minima = (np.repeat(each.T, 16, axis=1) for each in (scales * rows, minima))
+        np.testing.assert_array_equal(scales * (codes.astype(np.float32) - piece.bias) + minima, expected[:, 32 * i : 32 * i + 32])
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if get_format(name).integers])

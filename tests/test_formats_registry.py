@@ -41,7 +41,9 @@ def installed(tmp_path, monkeypatch, clean_registry):
 
 
 def test_names_in_order():
-    assert format_names()[:9] == ["f32", "f16", "bf16", "q8_0", "q6_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+    assert format_names()[:7] == ["f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1"]
+    bits = [get_format(name).bits_per_weight() for name in registry.BUILT_IN]
+    assert bits == sorted(bits, reverse=True)
     for name in format_names():
         assert get_format(name).name == name and get_format(name) is get_format(name)
         assert name in repr(get_format(name))

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfbyte.quant.block import BUILT_IN, get_format
+from halfbyte.quant.block import BUILT_IN, Scales, get_format
 
 _spec = importlib.util.spec_from_file_location("halfbyte_test_kernelbox", Path(__file__).with_name("kernelbox.py"))
 box = importlib.util.module_from_spec(_spec)
@@ -82,9 +82,15 @@ def test_integers_are_exact(name):
     rng = np.random.default_rng(3)
     form = get_format(name)
     rows, columns, tokens = 48, 96, 7
-    random = rng.integers(0, 256, (rows, columns // 32, form.block_bytes), np.uint8)
-    random[:3, ..., 2 * form.numbers :] = [[[0x00]], [[0xFF]], [[0x80]]]
-    random[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
+    if form.header_bytes:
+        scales = rng.integers(-2, 3, (rows, columns // form.scale_columns))
+        codes = rng.integers(0, len(form.levels), (rows, columns)).astype(np.uint8)
+        random = form.pack(Scales(scales, None, (np.ones(rows, np.float32), scales.astype(np.int8))), codes)
+        random[:3, 2:].reshape(3, columns // 32, -1)[..., 32 // form.scale_columns :] = [[[0x00]], [[0xFF]], [[0x80]]]
+    else:
+        random = rng.integers(0, 256, (rows, columns // 32, form.block_bytes), np.uint8)
+        random[:3, ..., 2 * form.numbers :] = [[[0x00]], [[0xFF]], [[0x80]]]
+        random[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
     weights = form.decode(random)
     assert (weights == np.rint(weights)).all()
     codes = rng.integers(-127, 128, (tokens, columns // 32, 32)).astype(np.int8)

@@ -52,7 +52,7 @@ def build(format_name: str):
 
 
 def dequantizer(piece):
-    """A function (address of the group of rows, of the tile, out): the tile's 16 x 32 weights as float32, column after column, 64 bytes each."""
+    """A function (address of the group of 16 rows, of a tile, out): the tile as float32, column after column, 64 bytes each."""
     if isinstance(piece, FloatPiece):
         values, value_type = piece.values, tile(Vector(piece.element), 1, 1)
 

@@ -1,0 +1,15 @@
+"""nl4: 4-bit codes of uneven levels, an 8-bit scale per 32 columns and a number per row: 4.25 bits per weight. Not a GGUF type."""
+
+from __future__ import annotations
+
+from .block import register
+from .layout import NIBBLES
+from .row_scaled import RowScaledIntegers
+from .scales import Table
+
+
+@register
+class NL4(RowScaledIntegers):
+    name = "nl4"
+    grid = Table()
+    parts = (NIBBLES,)

@@ -1,0 +1,15 @@
+"""q5_r: 5-bit integers, an 8-bit scale per 32 columns and a number per row: 5.25 bits per weight. Not a GGUF type."""
+
+from __future__ import annotations
+
+from .block import register
+from .layout import FIFTH_BITS, NIBBLES
+from .row_scaled import RowScaledIntegers
+from .scales import SignedMax
+
+
+@register
+class Q5_R(RowScaledIntegers):
+    name = "q5_r"
+    grid = SignedMax(5)
+    parts = (NIBBLES, FIFTH_BITS)

@@ -1,0 +1,15 @@
+"""q6_r: 6-bit integers, an 8-bit scale per 32 columns and a number per row: 6.25 bits per weight. Not a GGUF type."""
+
+from __future__ import annotations
+
+from .block import register
+from .layout import NIBBLES, TOP_PAIRS
+from .row_scaled import RowScaledIntegers
+from .scales import SignedMax
+
+
+@register
+class Q6_R(RowScaledIntegers):
+    name = "q6_r"
+    grid = SignedMax(6)
+    parts = (NIBBLES, TOP_PAIRS)
