@@ -32,9 +32,9 @@ def evaluation_tokens(model: Checkpoint, reference: Checkpoint, text: str, token
         if own is None:
             notes.append(f"{_name(checkpoint)} has no tokenizer; the other's is used")
     wanted = -(-max(tokens, 1) // chunk) * chunk
-    ids = _encode(tokenizer, text, wanted)
+    ids = encode_beginning(tokenizer, text, wanted)
     if ours is not None and theirs is not None:
-        _check_same(model, reference, ids, _encode(theirs, text, wanted))
+        _check_same(model, reference, ids, encode_beginning(theirs, text, wanted))
         if ours.add_bos != theirs.add_bos:
             with_bos = model if ours.add_bos else reference
             used = "it is" if ours.add_bos else "none is"
@@ -55,7 +55,7 @@ def evaluation_tokens(model: Checkpoint, reference: Checkpoint, text: str, token
     return found, notes
 
 
-def _encode(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:
+def encode_beginning(tokenizer: Tokenizer, text: str, tokens: int) -> list[int]:
     """Ids of the text, or of enough of its beginning: a little more than asked, so that where it is cut makes no difference."""
     characters = _CHARACTERS * tokens + 4096
     while True:

@@ -198,20 +198,35 @@ class StreamedModel:
 
     def run(self, stage: Stage, ids: np.ndarray, stream: np.ndarray) -> None:
         """Runs a stage on one text, int[tokens] ids. float32[tokens, stream_columns], its residual stream, becomes what comes out."""
-        buffer = self._stream.floats(self.tokens)
+        self.begin(ids, stream)
+        self.go(stage.rows)
+        self.end(stream)
+
+    def begin(self, ids: np.ndarray, stream: np.ndarray) -> None:
+        """Puts a text and its residual stream in place, for rows that are run one part after another with `go`."""
         self._builder.step.ids[: self.tokens] = ids
-        buffer[:] = stream
-        self._workers.run(self.plan, self.tokens, stage.rows)
-        stream[:] = buffer
+        self._stream.floats(self.tokens)[:] = stream
+
+    def go(self, rows: Section) -> None:
+        """Runs rows of the plan on what is in its buffers."""
+        self._workers.run(self.plan, self.tokens, rows)
+
+    def end(self, stream: np.ndarray) -> None:
+        """Takes the residual stream out again."""
+        stream[:] = self._stream.floats(self.tokens)
 
     def head(self, stream: np.ndarray, rows: Iterable[int]) -> np.ndarray:
         """float32[rows, vocabulary], a view: logits of those tokens of a text, at most OUTPUTS, valid until the next run."""
         rows = list(rows)
         self._stream.floats(self.tokens)[:] = stream
-        self._builder.outputs.ids[: len(rows)] = rows
-        self._builder.outputs.set(len(rows))
-        self._workers.run(self.plan, max(len(rows), 2), self.plan.sections["head"])
+        self.go_head(rows, self.plan.sections["head"])
         return self.logits.floats(len(rows))[:, : self.vocabulary]
+
+    def go_head(self, outputs: list[int], rows: Section) -> None:
+        """Runs rows of the section "head" for some tokens of the text, at most OUTPUTS."""
+        self._builder.outputs.ids[: len(outputs)] = outputs
+        self._builder.outputs.set(len(outputs))
+        self._workers.run(self.plan, max(len(outputs), 2), rows)
 
 
 def load(matrices: Iterable[StreamedMatrix], threads: int) -> None:

@@ -1,0 +1,183 @@
+"""qcalibrate: what the inputs of a model's matrices are like, for quantizing it well.
+
+    qcalibrate model/                            on a text that comes along; model.calibration.safetensors beside it
+    qcalibrate model/ --text my.txt --tokens 50000 -o my.calibration.safetensors
+    qcalibrate model/ --gram                     with the Gram matrices that error feedback needs
+
+docs/calibration.md says what the file holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .console import UsageError, run
+
+if TYPE_CHECKING:
+    from ..engine.calibrate import InputStatistics, Progress
+    from ..formats.checkpoint import Checkpoint
+
+_MOST_TOKENS = 1 << 26
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (qcalibrate --help shows the options)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of qcalibrate."""
+    parser = _Parser(
+        prog="qcalibrate",
+        description="Run a model over a text and keep what the inputs of its matrices are like, for quantizing it well.",
+        epilog="examples: qcalibrate model/ | qcalibrate model/ --text my.txt --tokens 50000 -o my.calibration.safetensors",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face folder, a .safetensors, .gguf or .hbf file, or a hub name; best the original")
+    add("--text", metavar="FILE", help="text to run, UTF-8; - is stdin (default: a mixture of prose, verse, code and dialogue)")
+    add("--tokens", metavar="N", type=int, help="tokens of the text, in whole chunks (default 24576)")
+    add("--chunk", metavar="N", type=int, help="tokens of a context (default 512, or the model's context)")
+    add("-o", "--output", metavar="STATS", help="default: beside the model")
+    add("--gram", action="store_true", help="keep Gram matrices, too: large, and only needed to convert more than once")
+    add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
+    add("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: returns its exit status. Errors become one line on stderr."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    arguments = parser().parse_args(argv)
+    for option, least, most in (("tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512)):
+        value = getattr(arguments, option)
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"--{option} must be between {least} and {most}, not {value}")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from ..formats.checkpoint import open_checkpoint
+    from ..formats.sources import resolve_source
+    from .display import note
+
+    path = resolve_source(arguments.model, note)
+    output = _default_output(arguments.model, path) if arguments.output is None else Path(arguments.output)
+    with open_checkpoint(path) as checkpoint:
+        for text in checkpoint.notes:
+            note(text)
+        result = _calibrate(checkpoint, output, arguments)
+    if arguments.json:
+        from .display import print_json
+
+        print_json(result)
+    else:
+        from .display import one_line, size_text
+
+        print(
+            f"{one_line(path.name)}: {result['inputs']} inputs of {result['matrices']} matrices over {result['tokens']} tokens → "
+            f"{one_line(output)} {size_text(result['bytes'])}, {result['seconds']:.1f} s"
+        )
+    return 0
+
+
+def _default_output(name: str, path: Path) -> Path:
+    """Beside the model; what was fetched into a cache goes to the current folder."""
+    from ..formats.sources import default_output
+
+    own = Path(name).exists() or path.parent == Path(name).parent
+    found = default_output(path if own else Path(name), "safetensors", "calibration")
+    return (found if own else Path.cwd() / found.name).with_name(f"{found.name}.safetensors")
+
+
+def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    from ..engine.calibrate import Calibration, token_counts
+    from ..engine.calibration_text import TOKENS, built_in_text, calibration_tokens
+    from ..formats.statistics import StatisticsWriter, fingerprint
+    from .display import note
+    from .qreport import read_text
+
+    start = time.perf_counter()
+    wanted = TOKENS if arguments.tokens is None else arguments.tokens
+    text = built_in_text() if arguments.text is None else read_text(arguments.text, wanted)
+    texts, notes = calibration_tokens(checkpoint, text, wanted, arguments.chunk)
+    for each in notes:
+        note(each)
+    metadata = {
+        "model": checkpoint.path.name,
+        "model_fingerprint": fingerprint(checkpoint),
+        "architecture": str(checkpoint.architecture),
+        "text": "built-in" if arguments.text is None else "stdin" if arguments.text == "-" else Path(arguments.text).name,
+        "tokens_sha256": hashlib.sha256(texts.astype("<i8").tobytes()).hexdigest(),
+        "tokens": str(texts.size),
+        "chunk": str(texts.shape[1]),
+    }
+    counts = token_counts(checkpoint, texts)
+    sources = [checkpoint.path, *checkpoint.files, *([] if arguments.text in (None, "-") else [arguments.text])]
+    with (
+        _progress(texts.size) as progress,
+        Calibration(checkpoint, texts, threads=arguments.threads, progress=progress) as calibration,
+    ):
+        inputs = calibration.inputs
+        table = [(i.names, i.columns, arguments.gram) for i in inputs]
+        with StatisticsWriter(output, table, metadata, vocabulary=counts.size, sources=sources) as writer:
+
+            def keep(layer: list[InputStatistics]) -> None:
+                for each in layer:
+                    writer.write(each.names, each.sums, each.count, each.gram)
+
+            calibration.run(keep, arguments.gram)
+            writer.write_token_counts(counts)
+    return {
+        "output": str(output),
+        "inputs": len(inputs),
+        "matrices": sum(len(i.names) for i in inputs),
+        "gram": arguments.gram,
+        "bytes": output.stat().st_size,
+        **{key: int(value) if key in ("tokens", "chunk") else value for key, value in metadata.items()},
+        "notes": [*checkpoint.notes, *notes],
+        "seconds": time.perf_counter() - start,
+    }
+
+
+@contextmanager
+def _progress(tokens: int) -> Iterator[Progress]:
+    """A bar with rate and time left on stderr, if that is a terminal."""
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[rate]:>14}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task, now = bar.add_task("kernels", total=1, rate=""), ""
+        begun = time.monotonic()
+
+        def progress(what: str, done: float, total: float) -> None:
+            nonlocal now, begun
+            if what != now:
+                now, begun = what, time.monotonic()
+                bar.reset(task, description=what, total=total)
+            rate = f"{tokens * done / total / max(time.monotonic() - begun, 1e-3):.0f} tokens/s" if what == "text" and total else ""
+            bar.update(task, completed=done, total=total, rate=rate)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())
