@@ -34,7 +34,7 @@ test: $(VENV)/.installed-test
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	mkdir -p .mypy_cache/roof && ln -sfn "$(CURDIR)" .mypy_cache/roof/halfbyte
-	MYPYPATH=.mypy_cache/roof $(BIN)/mypy -p halfbyte
+	MYPYPATH=.mypy_cache/roof $(BIN)/mypy -p halfbyte.quant -p halfbyte.formats -p halfbyte.engine -p halfbyte.tools
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
