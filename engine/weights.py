@@ -84,6 +84,7 @@ class Weights:
             return
         from concurrent.futures import ThreadPoolExecutor  # not needed by a .hbf
 
+        rest.sort(key=lambda tensor: -tensor.size)  # the largest must not be the last, with nobody beside it
         with ThreadPoolExecutor(min(self._threads, os.cpu_count() or 1)) as pool:
             for tensor, matrix in zip(rest, pool.map(_made, rest), strict=True):
                 self._matrices[tensor.name] = matrix
@@ -134,6 +135,7 @@ def run_format(source: str, name: str = "") -> str:
 
 def _made(tensor: Tensor, name: str | None = None) -> Matrix:
     """Tiles made in memory, in chunks of rows so that no float copy of the whole is needed."""
+    from ..quant import encoders
     from .retile import exact_blocks
 
     name = name or run_format(tensor.format, tensor.name)
@@ -146,9 +148,14 @@ def _made(tensor: Tensor, name: str | None = None) -> Matrix:
     for start in range(0, rows, step):
         chunk = slice(start, min(start + step, rows))
         blocks = tensor.blocks(chunk) if tensor.format == name else exact_blocks(tensor, chunk)
-        if blocks is None:
-            blocks = form.encode(tensor.float32(chunk), method="nearest")
+        if blocks is not None:
+            part = encoders.tile(form, blocks, threads=1)
+        elif encoders.has_kernel(form):
+            part = encoders.encode(form, tensor.float32(chunk), method="nearest", name=tensor.name, threads=1).data
+        else:
+            part = form.tile(form.encode(tensor.float32(chunk), method="nearest"))
         at = start // ROWS * group_bytes
-        part = form.tile(blocks)
         tiles[at : at + part.size] = part
+        tensor.release(chunk)  # the source stays in the page cache, and is no longer counted as this process's memory
+    tensor.release()
     return Matrix(tensor.name, name, rows, columns, tiles)
