@@ -13,13 +13,21 @@ from .kernels.layout import PAGE, head_bytes
 
 
 class CacheFullError(HalfbyteError):
-    """No page of the KV cache is free."""
+    """No page of the KV cache is free, or there is no memory for one of the size asked for."""
+
+
+class SequenceError(HalfbyteError):
+    """A sequence of another engine, or a length that it does not have."""
 
 
 class Sequence:
-    """The tokens of one text in the cache. `length`: positions written; `pages`: int64 block table, `used` of it in use."""
+    """The tokens of one text in the cache. `length`: positions written; `pages`: int64 block table, `used` of it in use.
+
+    cache: the one whose pages these are; None before the first.
+    """
 
     def __init__(self) -> None:
+        self.cache: PagedCache | None = None
         self.length = 0
         self.used = 0
         self.pages = np.zeros(8, np.int64)
@@ -34,7 +42,13 @@ class PagedCache:
     def __init__(self, layers: int, kv_heads: int, head_size: int, cache_type: str, pages: int):
         self.page_bytes = kv_heads * head_bytes(head_size, cache_type)[1]
         self.layers, self.pages = layers, pages
-        raw = np.zeros(layers * pages * self.page_bytes + 64, np.uint8)
+        nbytes = layers * pages * self.page_bytes
+        try:
+            raw = np.zeros(nbytes + 64, np.uint8)
+        except (MemoryError, ValueError, OverflowError):
+            raise CacheFullError(
+                f"a KV cache of {pages * PAGE} positions takes {nbytes / 1e9:.1f} GB, which are not there; ask for less context (--context)"
+            ) from None
         self._memory = raw[-raw.ctypes.data % 64 :]
         self._free = list(range(pages - 1, -1, -1))
 
@@ -54,6 +68,10 @@ class PagedCache:
 
     def reserve(self, sequence: Sequence, positions: int) -> None:
         """Gives a sequence pages for `positions` positions in all. Raises CacheFullError, having changed nothing."""
+        if sequence.cache is not self:
+            if sequence.used:
+                raise SequenceError("the sequence belongs to another engine: use the engine that it was opened and stepped with")
+            sequence.cache = self
         needed = -(-positions // PAGE)
         if needed - sequence.used > len(self._free):
             free, wanted = self.free_positions, (needed - sequence.used) * PAGE
@@ -69,7 +87,14 @@ class PagedCache:
             sequence.used += 1
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forgets the positions from `length` on; pages that hold none of the rest are free at once."""
+        """Forgets the positions from `length` on; pages that hold none of the rest are free at once.
+
+        Raises SequenceError for a negative length, or a sequence that has pages of another cache.
+        """
+        if length < 0:
+            raise SequenceError(f"a sequence cannot be cut to {length} tokens; 0 forgets all")
+        if sequence.used and sequence.cache is not self:
+            raise SequenceError("the sequence belongs to another engine: use the engine that it was opened and stepped with")
         keep = -(-length // PAGE)
         while sequence.used > keep:
             sequence.used -= 1

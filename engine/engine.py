@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +25,7 @@ import numpy as np
 
 from ..formats.checkpoint import open_checkpoint
 from .cache import Sequence
-from .model import Compute, Model, Report, Work
+from .model import Compute, Model, Report, TokenError, Work
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +76,12 @@ class Engine:
         """Most tokens of a sequence."""
         return self.model.context
 
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while a step runs. An engine may be used by several threads; their steps wait for one another. Logits that `step` and
+        `next_logits` gave are overwritten by the next step of any thread: hold this lock until they are used or copied."""
+        return self.model.lock
+
     def step(self, work: Iterable[Work]) -> np.ndarray:
         """Runs tokens of any number of sequences at once; see Model.step."""
         return self.model.step(work)
@@ -83,7 +90,8 @@ class Engine:
         """float32[n, vocabulary]: the logits after each of the n tokens."""
         sequence = self.open_sequence()
         try:
-            return self.model.step([Work(sequence, token_ids, "all")]).copy()
+            with self.model.lock:
+                return self.model.step([Work(sequence, token_ids, "all")]).copy()
         finally:
             self.close_sequence(sequence)
 
@@ -100,7 +108,7 @@ class Engine:
 
     def truncate_sequence(self, sequence: Sequence, length: int) -> None:
         """Forgets all but the first `length` tokens of a sequence; whole pages behind them are free at once."""
-        self.model.cache.truncate(sequence, length)
+        self.model.truncate(sequence, length)
 
     def close_sequence(self, sequence: Sequence) -> None:
         """Frees a sequence's pages of the KV cache."""
@@ -147,10 +155,14 @@ class Engine:
 
         if params is not None and sampling:
             raise TypeError("give SamplingParams or its fields, not both")
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, not {type(params).__name__}")
+        if not isinstance(prompt, (str, Iterable)):
+            raise TypeError(f"a prompt is text, messages or token ids, not {type(prompt).__name__}")
         if isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], Mapping)):
             ids = self.prompt_ids(prompt)  # type: ignore[arg-type]
         else:
-            ids = [int(i) for i in prompt]  # type: ignore[arg-type]
+            ids = _whole_numbers(prompt)
         continues = not (len(prompt) > 0 and isinstance(prompt[0], Mapping))
         return generate(self, ids, params or SamplingParams(**sampling), progress, continues=continues)
 
@@ -168,3 +180,11 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine {self.checkpoint.path} ({self.model.architecture}, {self.model.compute}, {self.model.workers.count} threads)>"
+
+
+def _whole_numbers(prompt: Any) -> list[int]:
+    """Token ids as a list. Raises TokenError for anything that is not a whole number, such as text in a list."""
+    try:
+        return [operator.index(i) for i in prompt]
+    except TypeError:
+        raise TokenError("token ids must be whole numbers; text goes into a str, messages into a list of mappings") from None

@@ -10,6 +10,7 @@ of all of them into one step of the engine. `generate` is the loop for one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -232,14 +233,19 @@ def run(
         yield Piece(finish_reason=state.finish_reason)
         return
     own = memory or Memory(engine)
+    lock = getattr(engine, "lock", None) or nullcontext()
     try:
         feed = own.begin(state.prompt_ids)
         while state.finish_reason is None:
             for start in range(0, len(feed), CHUNK):
                 if progress is not None and state.feed is state.prompt_ids:
                     progress(len(state.prompt_ids) - len(feed) + start, len(state.prompt_ids))
-                logits = own.next_logits(feed[start : start + CHUNK])
-            yield state.push(logits)
+                part = feed[start : start + CHUNK]
+                with lock:  # the logits are the engine's: another thread's step would overwrite them
+                    logits = own.next_logits(part)
+                    piece = state.push(logits) if start + CHUNK >= len(feed) else None
+            assert piece is not None
+            yield piece
             feed = state.feed
     finally:
         if memory is None:

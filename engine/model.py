@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from ..formats.decoder import Dimensions
 from ..formats.rope import FACTORS
 from ..quant.errors import HalfbyteError
 from .builder import Builder, Limits, split_sequences
-from .cache import CacheFullError, PagedCache, Sequence
+from .cache import CacheFullError, PagedCache, Sequence, SequenceError
 from .kernels.layout import PAGE, SPLIT
 from .plan import Plan, Section
 from .rope import longest_context, rope_table
@@ -81,9 +82,12 @@ class Model:
         self.architecture, self.compute = arch, compute
         size = self.size = Dimensions.of(metadata, arch)
         self.vocabulary = size.vocabulary
+        self.lock = threading.RLock()
+        self._closed = False
         longest = longest_context(metadata, arch)
-        if context is not None and context < 1:
-            raise ModelError(f"the context must be at least 1 token, not {context}")
+        for name, value in (("context", context), ("capacity", capacity)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+                raise ModelError(f"the {name} must be a whole number, at least 1 token, not {value!r}")
         self.context = longest if context is None else context
         capacity = max(self.context, capacity or 0)
         self.workers = Workers(threads)
@@ -117,17 +121,25 @@ class Model:
 
         Returns float32[outputs, vocabulary], the logits in the order of the work, valid until the next step (copy what is to be kept).
         Logits do not depend on what else is in the step, on how a prompt is cut into steps, or on the number of threads: bit for bit.
-        Raises TokenError, ContextError, CacheFullError, ModelError before anything is run or kept.
+        Steps of several threads wait for one another; a thread that needs the logits whole after that holds `lock` until it has copied
+        them. Raises TokenError, ContextError, CacheFullError, SequenceError, ModelError before anything is run or kept.
         """
+        with self.lock:
+            return self._step(work)
+
+    def _step(self, work: Iterable[Work]) -> np.ndarray:
+        if self._closed:
+            raise ModelError("the model is closed: open it again")
         jobs: list[_Slice] = [(w.sequence, self._checked(w), w.outputs) for w in work]
         if len({id(sequence) for sequence, _, _ in jobs}) < len(jobs):
             raise ModelError("a sequence can be in a step only once: give its tokens together")
         try:
             for sequence, ids, _ in jobs:
                 self.cache.reserve(sequence, sequence.length + len(ids))
-        except CacheFullError:
+        except (CacheFullError, SequenceError):
             for sequence, _, _ in jobs:
-                self.cache.truncate(sequence, sequence.length)
+                if sequence.cache is self.cache:
+                    self.cache.truncate(sequence, sequence.length)
             raise
         parts = list(_parts(jobs, self._limits.tokens, self._limits.sequences))
         kept: list[np.ndarray] = []
@@ -140,15 +152,24 @@ class Model:
 
     def release(self, sequence: Sequence) -> None:
         """Frees the pages of a sequence."""
-        self.cache.truncate(sequence, 0)
+        self.truncate(sequence, 0)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forgets all but the first `length` tokens of a sequence."""
+        with self.lock:
+            self.cache.truncate(sequence, length)
 
     def close(self) -> None:
-        """Ends the workers."""
-        self.workers.close()
+        """Ends the workers, after the step that runs, if any. Later steps raise ModelError."""
+        with self.lock:
+            self._closed = True
+            self.workers.close()
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _checked(self, work: Work) -> np.ndarray:
+        if not isinstance(work.sequence, Sequence):
+            raise ModelError(f"a step works on sequences from open_sequence, not on {type(work.sequence).__name__}")
         if work.outputs not in OUTPUTS:
             raise ModelError(f"outputs must be one of {', '.join(OUTPUTS)}, not {work.outputs!r}")
         try:

@@ -138,6 +138,7 @@ class Sampler:
     seed: the seed in use: that of the parameters, or one drawn from the operating system.
     """
 
+    @np.errstate(over="ignore")
     def __init__(self, params: SamplingParams):
         self.params = params
         self.seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
@@ -169,6 +170,7 @@ class Sampler:
         """Number n of this answer's random numbers, in [0, 1): 53 bits of SplitMix64."""
         return (_mix((self._stream + (n + 1) * _GAMMA) & _MASK) >> 11) * 2.0**-53
 
+    @np.errstate(over="ignore", divide="ignore", invalid="ignore")  # what becomes infinite is refused by name, or is never chosen
     def _adjusted(self, logits: np.ndarray, history: Sequence[int], prompt_length: int) -> np.ndarray:
         params = self.params
         scores = logits.astype(np.float32, copy=True)
@@ -315,7 +317,14 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 def _ids(name: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple, set, frozenset)):
         raise SamplingError(name, f"must be a list of token ids, not {value!r}")
-    return tuple(_integer(name, v, 0, "a token id, 0 or more") for v in value)
+    return tuple(_id(name, v) for v in value)
+
+
+def _id(name: str, value: object) -> int:
+    id = _integer(name, value, 0, "a token id, 0 or more")
+    if id >= 1 << 31:
+        raise SamplingError(name, f"must be a token id, below 2^31, not {id}")
+    return id
 
 
 def _biases(value: object) -> dict[int, float]:
@@ -324,6 +333,6 @@ def _biases(value: object) -> dict[int, float]:
         raise SamplingError(name, f"must map token ids to numbers, not {value!r}")
     biases = {}
     for id, bias in value.items():
-        id = _integer(name, id, 0, "a token id, 0 or more")
+        id = _id(name, id)
         biases[id] = -math.inf if bias == -math.inf else _number(name, bias, -math.inf, math.inf, "a finite number or -inf")
     return biases

@@ -147,12 +147,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises FileFormatError (a file that is not what it promises, tensors that do not fit) or CheckpointError (a key that is missing
     or not understood), both HalfbyteError; nothing else.
     """
+    if not os.fspath(path):
+        raise InputError("''", "is no name of a file or folder")
     target = Path(path)
     if target.is_dir():
         from .huggingface import open_folder
 
         return open_folder(target)
     try:
+        if target.exists() and not target.is_file():  # opening a named pipe would wait for a writer that may never come
+            raise InputError(target, "is not a regular file; a file or a folder is needed here")
         with open(target, "rb") as file:
             magic = file.read(8)
     except OSError as error:

@@ -11,7 +11,7 @@ from .decoder import EMBEDDING, HEAD
 from .errors import HeaderError, InputError, printable, some
 from .family import Family, TensorSpec, family_of_model_type
 from .huggingface_weights import SHARD_INDEX, Weights, open_weights, refuse_packed, refuse_quantized
-from .json_file import read_bytes, read_object
+from .json_file import is_there, read_bytes, read_object
 from .metadata import Metadata
 from .safetensors_reader import read_index
 from .tensor import ArrayTensor, RowsTensor, Tensor
@@ -27,7 +27,7 @@ _SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p":
 
 def open_folder(folder: Path) -> Checkpoint:
     """A folder with config.json and safetensors. Raises FileFormatError and CheckpointError."""
-    if not (folder / CONFIG).is_file():
+    if not is_there(folder / CONFIG):
         others = [path.name for path in sorted(folder.iterdir()) if path.suffix in (".gguf", ".hbf", ".safetensors")]
         hint = f"; name one of its files: {some(others, 4)}" if others else "; a Hugging Face folder has one"
         raise InputError(folder, f"the folder has no {CONFIG}{hint}")
@@ -37,10 +37,10 @@ def open_folder(folder: Path) -> Checkpoint:
 def open_file(path: Path) -> Checkpoint:
     """A .safetensors: with its config.json beside it a model, alone just weights."""
     folder = path.parent
-    if not (folder / CONFIG).is_file():
+    if not is_there(folder / CONFIG):
         return _open_alone(path)
     index = folder / SHARD_INDEX
-    if index.is_file() and path.name in read_index(index).values():
+    if is_there(index) and path.name in read_index(index).values():
         return _open(folder, folder, None)  # one of the shards stands for all of them
     return _open(path, folder, path)
 
@@ -145,7 +145,7 @@ def _more_keys(folder: Path, config: Metadata) -> dict[str, Any]:
     """GGUF's keys on names, special tokens and sampling."""
     keys: dict[str, Any] = {"general.name": _clean(model_name(folder))}
     generation: Metadata = Metadata({}, GENERATION)
-    if (folder / GENERATION).is_file():
+    if is_there(folder / GENERATION):
         generation = Metadata(read_object(folder / GENERATION), GENERATION)
     vocabulary = config.count("vocab_size")
     for ours, theirs in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
@@ -176,11 +176,11 @@ def _ids(source: Metadata, key: str, vocabulary: int) -> list[int]:
 
 def tokenizer_files(folder: Path, notes: list[str]) -> TokenizerFiles:
     """The files of a folder that are about text. What is missing is added to the notes."""
-    raw = read_bytes(folder / TOKENIZER) if (folder / TOKENIZER).is_file() else None
+    raw = read_bytes(folder / TOKENIZER) if is_there(folder / TOKENIZER) else None
     if raw is None:
         other = " (tokenizer.model is not read; save the tokenizer with transformers)" if (folder / "tokenizer.model").is_file() else ""
         notes.append(f"there is no {TOKENIZER}{other}: the model runs on token ids only")
-    config = read_object(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+    config = read_object(folder / TOKENIZER_CONFIG) if is_there(folder / TOKENIZER_CONFIG) else {}
     return TokenizerFiles(raw, config, chat_template(folder, config))
 
 
@@ -189,7 +189,7 @@ def chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] 
     named: dict[str, str] = {}
     value = config.get("chat_template")
     legacy = folder / "chat_template.json"
-    if legacy.is_file() and value is None:
+    if is_there(legacy) and value is None:
         value = read_object(legacy).get("chat_template")
     if isinstance(value, str):
         named["default"] = value
@@ -202,7 +202,7 @@ def chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] 
             named[entry["name"]] = entry["template"]
     elif value is not None:
         raise HeaderError(folder / TOKENIZER_CONFIG, "must be a text or a list of named ones", where="chat_template")
-    if (folder / "chat_template.jinja").is_file():
+    if is_there(folder / "chat_template.jinja"):
         named["default"] = _text(folder / "chat_template.jinja")
     more = folder / "additional_chat_templates"
     if more.is_dir():

@@ -17,7 +17,7 @@ from .errors import InputError
 from .gguf_reader import GGUFFile
 from .gguf_values import TypedValues
 from .huggingface import CONFIG
-from .json_file import read_object
+from .json_file import is_there, read_object
 from .mapped import MappedFile
 from .native_reader import NativeFile
 from .safetensors_reader import SafetensorsFolder
@@ -117,7 +117,7 @@ def _open(path: Path) -> GGUFFile | NativeFile | SafetensorsFolder:
 def _inspection(path: Path, file: GGUFFile | NativeFile | SafetensorsFolder) -> Inspection:
     if isinstance(file, SafetensorsFolder):
         folder = path if path.is_dir() else path.parent
-        config = read_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+        config = read_object(folder / CONFIG) if is_there(folder / CONFIG) else {}
         tensors = [TensorEntry(t.name, t.shape, t.dtype, t.nbytes, t.offset) for t in file.tensors.values()]
         header: dict[str, Any] = {
             "files": [shard.path.name for shard in file.files],

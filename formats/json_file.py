@@ -14,12 +14,18 @@ LARGEST = 1 << 28
 """Bytes of the largest file that is parsed; the largest real ones, tokenizer.json of big vocabularies, have about 40 MB."""
 
 
+def is_there(path: Path) -> bool:
+    """True for anything of that name, also a broken link or a folder: what is there and cannot be read is an error, not absent."""
+    return os.path.lexists(path)
+
+
 def read_bytes(path: str | os.PathLike[str], largest: int = LARGEST) -> bytes:
     """A whole small file. Raises InputError if it cannot be read or is larger than `largest` bytes."""
     target = Path(path)
     try:
         if not target.is_file():
-            raise InputError(target, "no such file" if not target.exists() else "is not a file")
+            broken = "is a link to a file that is not there" if target.is_symlink() else "no such file"
+            raise InputError(target, "is not a file" if target.exists() else broken)
         if target.stat().st_size > largest:
             raise InputError(target, f"has {target.stat().st_size} bytes; at most {largest} are read of such a file")
         return target.read_bytes()
