@@ -6,7 +6,7 @@ Parameters: name of a format (a ScaledIntegers), type of the source, method, byt
 from __future__ import annotations
 
 from .block import get_format
-from .grid_kernels import nearest_of, search_of
+from .grid_kernels import codes_of, nearest_of, search_of
 from .jit.fields import ArgumentBlock, view
 from .jit.memory import load_i32, load_u16, store_f32, store_i16, store_i32
 from .jit.piece import inline
@@ -25,7 +25,6 @@ from .jit.simd import (
     store,
     to_f16,
     to_f32,
-    to_i32,
     where,
     zeros,
 )
@@ -48,20 +47,9 @@ X, LEVELS, SEARCH, CODES, WORDS = 0, 2048, 4096, 8192, 9216
 SOURCES = {"f32": (F32, 4), "f16": (F16, 2), "bf16": (I16, 2)}
 
 
-def build(name: str, source: str, method: str, order: str):
-    block_format = get_format(name)
-    assert isinstance(block_format, ScaledIntegers)
-    grid, numbers = block_format.grid, block_format.numbers
-    bias, affine, searching = float(grid.bias), numbers == 2, method == "search"
-    nearest, search = nearest_of(grid), search_of(grid)
+def reader(source: str):
+    """read(address, row_bytes, staging, x): 16 rows of 32 columns of that type -> 32 vectors of 16 rows at x. staging: 2048 bytes."""
     vector, size = SOURCES[source]
-    block_bytes, tile_bytes, as_tiles = block_format.block_bytes, block_format.tile_bytes, order == "tiles"
-    parts = tuple(type(part).__name__ for part in block_format.parts)
-    tile_parts = tuple(type(part).__name__ for part in block_format.tile_parts or block_format.parts)
-    to_planes, to_words = joined(tile_parts, 1), joined(parts, 2)
-    words = (block_bytes - 2 * numbers) // 4
-    header = 2 * numbers
-    Arguments = ArgumentBlock(FIELDS)
 
     if source == "f32":
 
@@ -85,6 +73,43 @@ def build(name: str, source: str, method: str, order: str):
             for r in range(16):
                 store_i32(x + 64 * k + 4 * r, load_i32(staging + 128 * r + 4 * k))
 
+    return read
+
+
+@inline
+def finish_sums(sums, energy, cross, error_energy, largest, worst, worst_block, scratch):
+    """Stores what was measured of a group of rows (see `sums` in FIELDS). worst: largest error² of a row's blocks, and which it was."""
+    store_f32(sums, energy)
+    store_f32(sums + 4, cross)
+    store_f32(sums + 8, error_energy)
+    store_f32(sums + 12, 0.0)
+    store_f32(sums + 16, lanes_max(largest))
+    most = lanes_max(worst)
+    lanes = where(less(worst, most), zeros(I32) + 16, iota(0))  # the first lane that has it
+    lane = 15 - lanes_max(15 - lanes)
+    store(scratch, worst_block)
+    store_f32(sums + 20, most)
+    store_f32(sums + 24, lane)
+    store_f32(sums + 28, load_i32(scratch + 4 * lane))
+
+
+def build(name: str, source: str, method: str, order: str):
+    block_format = get_format(name)
+    assert isinstance(block_format, ScaledIntegers)
+    grid, numbers = block_format.grid, block_format.numbers
+    affine, searching = numbers == 2, method == "search"
+    nearest, search, code = nearest_of(grid), search_of(grid), codes_of(grid)
+    size = SOURCES[source][1]
+    block_bytes, tile_bytes, as_tiles = block_format.block_bytes, block_format.tile_bytes, order == "tiles"
+    parts = tuple(type(part).__name__ for part in block_format.parts)
+    tile_parts = tuple(type(part).__name__ for part in block_format.tile_parts or block_format.parts)
+    to_planes, to_words = joined(tile_parts, 1), joined(parts, 2)
+    words = (block_bytes - 2 * numbers) // 4
+    header = 2 * numbers
+    Arguments = ArgumentBlock(FIELDS)
+
+    read = reader(source)
+
     def kernel(arguments, worker, workers):
         a = view(Arguments, arguments)
         scratch = a.scratch + worker * a.scratch_bytes
@@ -103,7 +128,7 @@ def build(name: str, source: str, method: str, order: str):
                 for t in range(8):
                     packed = zeros(I32)
                     for c in range(4):
-                        packed = packed | (to_i32(load(F32, levels + 64 * (4 * t + c)) + bias) << (8 * c))
+                        packed = packed | (code(load(F32, levels + 64 * (4 * t + c))) << (8 * c))
                     store(codes + 64 * t, packed)
                 xx, xe, ee = zeros(F32), zeros(F32), zeros(F32)
                 for k in range(min(32, a.columns - 32 * b)):
@@ -132,18 +157,6 @@ def build(name: str, source: str, method: str, order: str):
                             store_i16(out + r * row + 2 * i, load_u16(at + 32 * i + 2 * r))
                     to_words(codes, at)
                     scatter_words(at, words, out + header, row)
-            sums = a.sums + 32 * g
-            store_f32(sums, energy)
-            store_f32(sums + 4, cross)
-            store_f32(sums + 8, error_energy)
-            store_f32(sums + 12, 0.0)
-            store_f32(sums + 16, lanes_max(largest))
-            most = lanes_max(worst)
-            lanes = where(less(worst, most), zeros(I32) + 16, iota(0))  # the first lane that has it
-            lane = 15 - lanes_max(15 - lanes)
-            store(scratch + WORDS, worst_block)
-            store_f32(sums + 20, most)
-            store_f32(sums + 24, lane)
-            store_f32(sums + 28, load_i32(scratch + WORDS + 4 * lane))
+            finish_sums(a.sums + 32 * g, energy, cross, error_energy, largest, worst, worst_block, scratch + WORDS)
 
     return kernel

@@ -6,6 +6,7 @@ Formats that the kernels do not know (their own grid or parts, or no integers at
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +18,17 @@ from .block import ROWS, BlockFormat
 from .errors import FormatError
 from .layout import COLUMNS, check_blocks, row_chunks
 from .measures import TensorErrors, TensorMeter
+from .row_scaled import RowScaledIntegers
 from .scaled import METHODS, ScaledIntegers
-from .scales import AbsoluteMax, Affine, SignedMax, check_finite, check_importance
+from .scales import AbsoluteMax, Affine, SignedMax, Table, check_finite, check_importance
 
 _PARTS = ("Bytes", "Nibbles", "FifthBits", "TopPairs")
 _ORDERS = ("tiles", "blocks")
 ENCODE_SCRATCH, TILE_SCRATCH = 10240, 1536
-"""Bytes of scratch memory of one worker: see encode_kernel.py (up to 8 vectors of words after WORDS) and retile_kernel.py."""
+"""Bytes of scratch memory of one worker: see encode_kernel.py (up to 8 vectors of words after WORDS) and retile_kernel.py.
+
+row_encode_kernel.py needs a vector more for each group of columns that share a scale.
+"""
 
 
 class Encoded(NamedTuple):
@@ -61,7 +66,8 @@ def encode(
     rows, columns = weights.shape
     if not has_kernel(block_format) or rows < ROWS or columns == 0:
         return _reference(block_format, weights, kind, order, importance, method, name, meter or TensorMeter())
-    assert isinstance(block_format, ScaledIntegers)
+    assert isinstance(block_format, (ScaledIntegers, RowScaledIntegers))
+    by_row = isinstance(block_format, RowScaledIntegers)
     method = method or block_format.method
     if method not in METHODS:
         raise FormatError(f"{block_format.name}: unknown method {method!r}; known are {', '.join(METHODS)}")
@@ -76,13 +82,14 @@ def encode(
         source = np.ascontiguousarray(source, source.dtype.newbyteorder("="))
 
     as_tiles = order == "tiles"
-    group_bytes = blocks * block_format.tile_bytes
+    group_bytes = block_format.tiles_nbytes(ROWS, columns) if as_tiles else math.prod(block_format.blocks_shape(ROWS, columns))
+    group_scales = 64 * blocks * (COLUMNS // block_format.scale_columns)
     out = np.empty((-(-rows // ROWS) if as_tiles else groups) * group_bytes, np.uint8)
     sums = np.empty((groups, 8), np.float32)
     candidates = block_format.grid.candidates
     _run(
-        ("encode_kernel", block_format.name, kind, method, order),
-        ENCODE_SCRATCH,
+        ("row_encode_kernel" if by_row else "encode_kernel", block_format.name, kind, method, order),
+        ENCODE_SCRATCH + (group_scales if by_row else 0),
         groups,
         threads,
         source=source.ctypes.data,
@@ -106,7 +113,7 @@ def encode(
         for chunk in row_chunks(groups * ROWS, columns):
             check_finite(_as_f32(weights[chunk], kind), name, chunk.start)
         decoded = block_format.untile(body, groups * ROWS, columns) if as_tiles else body
-        decoded = decoded.reshape(groups * ROWS, blocks, block_format.block_bytes)
+        decoded = decoded.reshape(block_format.blocks_shape(groups * ROWS, columns))
         for chunk in row_chunks(groups * ROWS, columns):
             meter.add(_as_f32(weights[chunk], kind), block_format.decode(decoded[chunk], columns))
     if rest:
@@ -118,12 +125,12 @@ def encode(
             out[groups * group_bytes :] = block_format.tile(tail)
         else:
             out = np.concatenate([body, tail.reshape(-1)])
-    return Encoded(out if as_tiles else out.reshape(rows, blocks, block_format.block_bytes), meter.result())
+    return Encoded(out if as_tiles else out.reshape(block_format.blocks_shape(rows, columns)), meter.result())
 
 
 def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = None) -> np.ndarray:
     """BlockFormat.tile, compiled and over threads: uint8[blocks_shape] -> uint8[tiles_nbytes]."""
-    if not has_kernel(block_format):
+    if not has_kernel(block_format) or block_format.header_bytes:
         return block_format.tile(blocks)
     check_blocks(blocks, block_format.block_bytes, block_format.name)
     rows, count, _ = blocks.shape
@@ -150,13 +157,13 @@ def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = No
 
 
 def has_kernel(block_format: BlockFormat) -> bool:
-    """Whether the kernels know this format: integers with f16 numbers, of a known grid and of known parts, nothing overridden."""
-    cls = type(block_format)
+    """Whether the kernels know this format: integers of a known grid and of known parts, nothing overridden."""
+    cls, base = type(block_format), RowScaledIntegers if isinstance(block_format, RowScaledIntegers) else ScaledIntegers
     return (
-        isinstance(block_format, ScaledIntegers)
-        and type(block_format.grid) in (SignedMax, AbsoluteMax, Affine)
+        isinstance(block_format, (ScaledIntegers, RowScaledIntegers))
+        and type(block_format.grid) in (SignedMax, AbsoluteMax, Table, Affine)
         and all(type(part).__name__ in _PARTS and type(part).__module__ == f"{__package__}.layout" for part in block_format.parts)
-        and all(getattr(cls, way) is getattr(ScaledIntegers, way) for way in ("encode", "decode", "tile", "untile"))
+        and all(getattr(cls, way) is getattr(base, way) for way in ("encode", "decode", "tile", "untile"))
     )
 
 

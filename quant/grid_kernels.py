@@ -18,6 +18,7 @@ from .jit.simd import (
     maximum,
     minimum,
     round_even,
+    staircase,
     store,
     to_f16,
     to_f32,
@@ -25,7 +26,7 @@ from .jit.simd import (
     where,
     zeros,
 )
-from .scales import F16_MAX, F16_OVERFLOW, SINGULAR, AbsoluteMax, Affine, Grid, SignedMax
+from .scales import F16_MAX, F16_OVERFLOW, SINGULAR, AbsoluteMax, Affine, Grid, SignedMax, Symmetric, Table
 
 TINY = 2.0**-126
 
@@ -59,16 +60,55 @@ def stored(v):
     return to_f32(to_f16(finite_f16(v)))
 
 
-@inline
-def peak_of(x):
-    """The weight of largest magnitude, the first of equals."""
-    peak = load(F32, x)
-    most = absolute(peak)
-    for k in range(1, 32):
-        v = load(F32, x + 64 * k)
-        larger = less(most, absolute(v))
-        peak, most = where(larger, v, peak), where(larger, absolute(v), most)
+def peak_over(columns: int):
+    """peak(x) -> of the first columns the weight of largest magnitude, the first of equals."""
+
+    @inline
+    def peak(x):
+        found = load(F32, x)
+        most = absolute(found)
+        for k in range(1, columns):
+            v = load(F32, x + 64 * k)
+            larger = less(most, absolute(v))
+            found, most = where(larger, v, found), where(larger, absolute(v), most)
+        return found
+
     return peak
+
+
+peak_of = peak_over(32)
+
+
+def round_of(grid: Symmetric):
+    """round(scaled) -> the nearest levels: Grid.round."""
+    if isinstance(grid, Table):
+        return staircase(tuple(map(float, grid.middles)), tuple(map(float, grid.table)))
+    bottom, top = map(float, grid.levels)
+
+    @inline
+    def round(scaled):
+        return round_even(clip(scaled, bottom, top))
+
+    return round
+
+
+def codes_of(grid: Grid):
+    """codes(levels) -> i32 lanes: Grid.codes."""
+    if isinstance(grid, Table):
+        number = staircase(tuple(map(float, grid.middles)), tuple(map(float, range(16))))
+
+        @inline
+        def codes(levels):
+            return to_i32(number(levels))
+
+    else:
+        bias = float(grid.bias)
+
+        @inline
+        def codes(levels):
+            return to_i32(levels + bias)
+
+    return codes
 
 
 def nearest_of(grid: Grid):
@@ -84,6 +124,17 @@ def nearest_of(grid: Grid):
                 code = to_i32(clip(load(F32, x + 64 * k) * inverse + half, 0.0, top))
                 store(levels + 64 * k, to_f32(code) - bias)
             return to_f32(to_f16(scale)), zeros(F32)
+
+    elif isinstance(grid, Table):
+        first, round = float(grid.table[0]), round_of(grid)
+
+        @inline
+        def nearest(x, levels):
+            scale = stored(peak_of(x) / first)
+            inverse = inverse_or_zero(scale)
+            for k in range(32):
+                store(levels + 64 * k, round(load(F32, x + 64 * k) * inverse))
+            return scale, zeros(F32)
 
     elif isinstance(grid, AbsoluteMax):
         top = float(grid.bias - 1)
@@ -154,22 +205,40 @@ def search_of(grid: Grid):
     return _search_affine(grid) if isinstance(grid, Affine) else _search_scale(grid)
 
 
-def _search_scale(grid: SignedMax | AbsoluteMax):
-    nearest = nearest_of(grid)
-    bottom, top = map(float, grid.levels)
-    one_end = len(grid.ends) == 1
+def fit_of(grid: Symmetric, columns: int):
+    """fit(near, weights, peak, candidates, count) -> the scale with the least weighted squared error found: scales.fit_scale."""
+    round = round_of(grid)
 
     @inline
     def refit(x, weights, scale, inverse):
         rr, rc, cc = zeros(F32), zeros(F32), zeros(F32)
-        for k in range(32):
+        for k in range(columns):
             v, w = load(F32, x + 64 * k), load_f32(weights + 4 * k)
-            c = round_even(clip(v * inverse, bottom, top))
+            c = round(v * inverse)
             rest = v - scale * c
             wr, wc = w * rest, w * c
             rr, rc, cc = rr + wr * rest, rc + wr * c, cc + wc * c
         change = rc * inverse_or_zero(cc)
         return scale + change, rr - rc * change
+
+    @inline
+    def fit(near, weights, peak, candidates, count):
+        inverse_peak = inverse_or_zero(peak)
+        least, scale = bits_as_f32(f32_bits(zeros(F32)) | 0x7F800000), zeros(F32)
+        for i in range(count):
+            share, level = load_f32(candidates + 8 * i), load_f32(candidates + 8 * i + 4)
+            tried, error = refit(near, weights, peak * share, inverse_peak * level)
+            better = less(error, least)
+            least, scale = where(better, error, least), where(better, tried, scale)
+        tried, error = refit(near, weights, scale, inverse_or_zero(scale))
+        return where(less(error, least), tried, scale)
+
+    return fit
+
+
+def _search_scale(grid: Symmetric):
+    nearest, fit, round = nearest_of(grid), fit_of(grid, 32), round_of(grid)
+    unsigned = isinstance(grid, AbsoluteMax)
 
     @inline
     def search(x, weights, candidates, count, levels, scratch):
@@ -180,20 +249,12 @@ def _search_scale(grid: SignedMax | AbsoluteMax):
         for k in range(32):
             store(near + 64 * k, load(F32, x + 64 * k) * inverse_unit)
         peak = peak * inverse_unit
-        if one_end:
+        if unsigned:
             peak = absolute(peak)
-        inverse_peak = inverse_or_zero(peak)
-        least, scale = bits_as_f32(f32_bits(zeros(F32)) | 0x7F800000), zeros(F32)
-        for i in range(count):
-            share, level = load_f32(candidates + 8 * i), load_f32(candidates + 8 * i + 4)
-            tried, error = refit(near, weights, peak * share, inverse_peak * level)
-            better = less(error, least)
-            least, scale = where(better, error, least), where(better, tried, scale)
-        tried, error = refit(near, weights, scale, inverse_or_zero(scale))
-        found = stored(where(less(error, least), tried, scale) * unit)
+        found = stored(fit(near, weights, peak, candidates, count) * unit)
         inverse = inverse_or_zero(found * inverse_unit)
         for k in range(32):
-            store(others + 64 * k, round_even(clip(load(F32, near + 64 * k) * inverse, bottom, top)))
+            store(others + 64 * k, round(load(F32, near + 64 * k) * inverse))
         error = error_of(near, weights, others, found * inverse_unit, none)
         better = less(error, error_of(near, weights, levels, start * inverse_unit, none))
         return choose(better, levels, others, start, none, found, none)

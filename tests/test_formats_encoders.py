@@ -43,8 +43,8 @@ def importance(columns: int = 160) -> np.ndarray:
     return (rng.random(columns) ** 4 * (rng.random(columns) < 0.9)).astype(np.float32)
 
 
-CASES = [(name, *rest) for name in INTEGER for rest in (("search", "f32", "tiles"), ("nearest", "bf16", "blocks"))]
-CASES += [("q4_0", "search", "f16", "blocks")]
+CASES = [(name, "search", "f32", "tiles") for name in INTEGER] + [("q4_0", "search", "f16", "blocks"), ("nl4", "search", "f16", "blocks")]
+CASES += [(name, "nearest", "bf16", "blocks") for name in INTEGER if name not in ("q6_r", "nl4")]
 
 
 @pytest.mark.parametrize(("name", "method", "source", "order"), CASES)
@@ -161,7 +161,7 @@ from halfbyte.quant.encoders import encode
 from halfbyte.quant.jit import target
 rng = np.random.default_rng(0)
 w = (rng.standard_normal((32, 96)) * 10.0 ** rng.integers(-9, 6, (32, 1))).astype(np.float32)
-for name in ("q4_1",):
+for name in ("q4_1", "nl4_16"):
     f = get_format(name)
     assert (encode(f, w, method="search", threads=1).data == f.tile(f.encode(w, method="search"))).all(), name
 print(target.current().dot, target.current().has_f16)

@@ -272,7 +272,7 @@ def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> 
     return acc
 
 
-# ---- sixteen entries in a register -----------------------------------------------------------------------------------
+# ---- tables -----------------------------------------------------------------------------------
 
 
 def lookup16(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Value:
@@ -293,6 +293,14 @@ def lookup16(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Val
             here = b.icmp_unsigned("==", bytes_, constant(bytes_.type, code))
             found = b.select(here, constant(bytes_.type, entry), found)
     return b.bitcast(found, codes.type)
+
+
+def staircase(b: ir.IRBuilder, x: ir.Value, edges: tuple[float, ...], values: tuple[float, ...]) -> ir.Value:
+    """values[number of edges below x], for f32 lanes and ascending edges."""
+    found: ir.Value = constant(x.type, values[0])
+    for edge, value in zip(edges, values[1:], strict=True):
+        found = b.select(less(b, constant(x.type, edge), x), constant(x.type, value), found)
+    return found
 
 
 def _table(entries: tuple[int, ...], count: int) -> ir.Constant:

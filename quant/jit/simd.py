@@ -264,6 +264,11 @@ def lookup16(table: tuple[int, ...]) -> Any:
     return _operation(lambda b, codes: emit.lookup16(b, codes, tuple(table)), 1, doc=f"bytes of i32 lanes, looked up in {table}")
 
 
+def staircase(edges: tuple[float, ...], values: tuple[float, ...]) -> Any:
+    """A function of f32 lanes: values[number of edges below x]. The edges ascend, and there is one value more."""
+    return _operation(lambda b, x: emit.staircase(b, x, tuple(edges), tuple(values)), 1, doc=f"{values}, by edges {edges}")
+
+
 @intrinsic
 def like(typing_context, vector_type, other):
     """The type of a tile of the same shape as the first, of vectors like the second: like(tile(I32, 2, 1), F32) is tile(F32, 2, 1)."""
