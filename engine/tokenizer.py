@@ -1,9 +1,9 @@
 """Text to token ids and back: the tokenizers library behind a small surface, from a tokenizer.json or from GGUF metadata.
 
-Building SmolLM2's tokenizer takes 51 ms from the tokenizer.json that a .hbf holds (no white space, merges as texts), 79 ms from
-its own file, 150 ms from GGUF's keys; with `wait=False` a thread does it, nearly all in Rust without the GIL, and adds 15 ms to a
-program that imports numpy meanwhile. Pickled tokenizers, a sorted vocabulary and from_str load no faster; `models.BPE` made from
-Python's dicts does, but holds the GIL.
+The library takes 80 ms to build SmolLM2's tokenizer from the tokenizer.json that a .hbf holds, 300 ms for Qwen2.5's, and holds the
+interpreter's lock meanwhile, so a thread would bring nothing. With `wait=False` nothing is done before it is needed, and then a
+table in the cache folder answers if there is one (`tokenizer_cache`, 4 ms); the whole is built for a long text, or without a table.
+GGUF's keys take twice as long as a tokenizer.json, and have no table.
 
 Text that spells a special token is text: `encode` reads special tokens only where it is asked to.
 """
@@ -17,6 +17,8 @@ from typing import Any
 from ..formats.errors import printable
 from ..formats.pretokenizers import TokenizerError
 from ..formats.tokenizer_json import SPACE, default_add_bos, dumps, from_gguf, token_id
+from .tokenizer_cache import Added, keep_table, open_table
+from .tokenizer_reduced import ReducedTokenizer
 
 __all__ = ["Tokenizer", "TokenizerError"]
 
@@ -38,7 +40,7 @@ class Tokenizer:
     gguf        metadata under GGUF keys ("tokenizer.ggml.…"), for ids of special tokens, and for everything if `json` is None
     generation  generation_config.json, for its `eos_token_id`
     chat_template  as the checkpoint has it (see `template.ChatTemplate`); None: taken from config
-    wait        False: build in a thread; errors then come when the tokenizer is first needed
+    wait        False: build when the tokenizer is first needed, from a table in the cache folder if possible; errors come then
 
     Raises TokenizerError.
     """
@@ -56,14 +58,11 @@ class Tokenizer:
         self._json, self._config, self._gguf, self._generation = json, config or {}, gguf or {}, generation or {}
         self.chat_template = chat_template or self._config.get("chat_template") or self._gguf.get("tokenizer.chat_template")
         self._mode = threading.Lock()  # reading special tokens or not is a state of the library's object
+        self._loading = threading.Lock()
         self._bytes: dict[int, bytes] = {}
-        self._error: TokenizerError | None = None
-        self._thread: threading.Thread | None = None
+        self._source: _Library | ReducedTokenizer | None = None
         if wait:
-            self._load()
-        else:
-            self._thread = threading.Thread(target=self._load_later, name="tokenizer", daemon=True)
-            self._thread.start()
+            self._load(self._build())
 
     @classmethod
     def from_files(cls, files: Any, generation: Mapping[str, Any] | None = None, wait: bool = True) -> Tokenizer:
@@ -74,33 +73,41 @@ class Tokenizer:
 
     # Building
 
-    def _load_later(self) -> None:
-        try:
-            self._load()
-        except TokenizerError as error:
-            self._error = error
+    def ready(self) -> Tokenizer:
+        """Builds the tokenizer if that is not done yet, and returns it. Raises TokenizerError if it cannot be built."""
+        if self._source is None:
+            with self._loading:
+                if self._source is None:
+                    self._load(self._from_cache() or self._build())
+        return self
 
-    def _load(self) -> None:
-        library = self._build()
-        library.no_truncation()  # settings of training that a tokenizer.json may have kept
-        library.no_padding()
-        self._library = library
-        added = library.get_added_tokens_decoder()
-        self._marks = added
-        self._added = {i: token.content for i, token in added.items()}
-        self._special = frozenset(i for i, token in added.items() if token.special)
-        self._decoder = _Decoder(library.decoder)
-        self._read_ids()
+    def _load(self, source: _Library | ReducedTokenizer) -> None:
+        self._added = source.added
+        self._special = frozenset(i for i, token in source.added.items() if token.special)
+        self._decoder = _Decoder(source.decoder)
+        self._read_ids(source)
+        self._source = source  # last: from here on other threads take it for ready
 
-    def _build(self) -> Any:
+    def _build(self) -> _Library:
+        json = self._json
+        return _Library(dumps(from_gguf(self._gguf)) if json is None else bytes(json))
+
+    def _from_cache(self) -> _Library | ReducedTokenizer | None:
+        """From the table in the cache folder; where there is none, the whole tokenizer, which leaves one. None without a tokenizer.json."""
         json = self._json
         if json is None:
-            json = dumps(from_gguf(self._gguf))
-        from tokenizers import Tokenizer as Library
+            return None
+        table = open_table(json)
+        if table is not None:
+            return ReducedTokenizer(table)
+        built = _Library(bytes(json))
+        try:
+            _guarded("tokenizer.json", lambda: keep_table(json, built.library))
+        except TokenizerError:
+            pass  # odd enough for the library to stumble over; it may be good for what is asked of it
+        return built
 
-        return _guarded("tokenizer.json", lambda: Library.from_buffer(bytes(json)))
-
-    def _read_ids(self) -> None:
+    def _read_ids(self, source: _Library | ReducedTokenizer) -> None:
         self.special_tokens: dict[str, str] = {}
         for key, value in self._config.items():
             if key.endswith("_token"):
@@ -109,34 +116,29 @@ class Tokenizer:
                     self.special_tokens[key] = content
         for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
             number = token_id(self._gguf, key)
-            token = None if number is None else self._library.id_to_token(number)
+            token = None if number is None else source.token(number)
             if token is not None:
                 self.special_tokens.setdefault(name, token)
-        self._bos = self._named("bos_token")
-        self._pad = self._named("pad_token")
-        self._eos = self._ends()
-        self._add_bos = self._wants_bos()
+        named = {name: source.id(_clean(token)) for name, token in self.special_tokens.items()}
+        self._bos, self._pad = named.get("bos_token"), named.get("pad_token")
+        self._eos = self._ends(named.get("eos_token"))
+        self._add_bos = self._wants_bos(source)
 
-    def _named(self, name: str) -> int | None:
-        token = self.special_tokens.get(name)
-        return None if token is None else self._library.token_to_id(token)
-
-    def _ends(self) -> frozenset[int]:
+    def _ends(self, eos: int | None) -> frozenset[int]:
         ends = {i for i in (token_id(self._gguf, name) for name in ("eos", "eot", "eom")) if i is not None}
         for stated in (self._gguf.get(EOS_IDS), self._generation.get("eos_token_id")):
             several: Any = stated if hasattr(stated, "__iter__") else [stated]
             ends |= {int(i) for i in several if i is not None}
-        eos = self._named("eos_token")
         if eos is not None:
             ends.add(eos)
-        by_name = {content: i for i, content in self._added.items() if content in END_OF_TURN}
+        by_name = {token.content: i for i, token in self._added.items() if token.content in END_OF_TURN}
         if "<|return|>" in by_name and "<|call|>" in by_name:
             by_name.pop("<|end|>", None)  # there it only ends a message within an answer
         elif "<|return|>" in by_name or "<|call|>" in by_name:
             by_name = {content: i for content, i in by_name.items() if content not in ("<|return|>", "<|call|>")}
         return frozenset(ends | set(by_name.values()))
 
-    def _wants_bos(self) -> bool:
+    def _wants_bos(self, source: _Library | ReducedTokenizer) -> bool:
         if self._bos is None:
             return False
         stated = self._config.get("add_bos_token")
@@ -144,24 +146,20 @@ class Tokenizer:
             return stated
         if self._json is None or "tokenizer.ggml.add_bos_token" in self._gguf:
             return default_add_bos(self._gguf)
-        return self._library.encode("", add_special_tokens=True).ids[:1] == [self._bos]
+        return source.first[:1] == [self._bos]
 
-    def ready(self) -> Tokenizer:
-        """Waits until the tokenizer is built, and returns it. Raises TokenizerError if it could not be."""
-        thread = self._thread
-        if thread is not None:
-            thread.join()
-            self._thread = None
-        if self._error is not None:
-            raise self._error
-        return self
+    @property
+    def _known(self) -> _Library | ReducedTokenizer:
+        source = self.ready()._source
+        assert source is not None
+        return source
 
     # What is known about tokens
 
     @property
     def vocabulary_size(self) -> int:
         """Number of tokens. A model may have more logits than that: rows that pad its matrix."""
-        return self.ready()._library.get_vocab_size(with_added_tokens=True)
+        return self._known.size
 
     @property
     def bos_id(self) -> int | None:
@@ -191,11 +189,11 @@ class Tokenizer:
     def special_tokens_text(self) -> list[str]:
         """How the special tokens (`special_ids`) are spelled."""
         self.ready()
-        return [self._added[i] for i in self._special]
+        return [self._added[i].content for i in self._special]
 
     def strips_around(self, id: int) -> tuple[bool, bool]:
         """Whether an added token takes the white space before it, and behind it, along."""
-        token = self.ready()._marks.get(id)
+        token = self.ready()._added.get(id)
         return (False, False) if token is None else (token.lstrip, token.rstrip)
 
     @property
@@ -205,11 +203,11 @@ class Tokenizer:
 
     def id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it ("<|im_end|>", "Ġthe"), or None."""
-        return self.ready()._library.token_to_id(_clean(token))
+        return self._known.id(_clean(token))
 
     def token(self, id: int) -> str | None:
         """How the vocabulary spells a token, or None."""
-        return self.ready()._library.id_to_token(id) if 0 <= id < 1 << 31 else None
+        return self._known.token(id) if 0 <= id < 1 << 31 else None
 
     def token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for: part of UTF-8, possibly not a whole character; b"" if there is no such token."""
@@ -235,10 +233,10 @@ class Tokenizer:
         bos      True: the BOS token goes first if the model wants one (`add_bos`), unless the text begins with it already.
         Lone surrogates, which are no characters, become U+FFFD.
         """
-        library = self.ready()._library
+        self.ready()
         if not _is_clean(text):
             text = _clean(text)
-        ids = _guarded("tokenizer.json", lambda: self._encode(library, text, special))
+        ids = _guarded("tokenizer.json", lambda: self._encode(text, special))
         if not special and not self._special.isdisjoint(ids):
             ids = [part for i in ids for part in (self._spelled(i) if i in self._special else (i,))]
         if bos and self._add_bos and self._bos is not None and ids[:1] != [self._bos]:
@@ -257,24 +255,68 @@ class Tokenizer:
 
     def to_json(self) -> bytes:
         """The tokenizer as the bytes of a tokenizer.json: the original's where there is one."""
-        return self._json if self._json is not None else self.ready()._library.to_str(pretty=False).encode()
+        if self._json is not None:
+            return self._json
+        source = self._known
+        assert isinstance(source, _Library)  # tables are made of a tokenizer.json only
+        return source.library.to_str(pretty=False).encode()
 
-    def _encode(self, library: Any, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool) -> list[int]:
         with self._mode:
-            if library.encode_special_tokens is special:
-                library.encode_special_tokens = not special
-            return library.encode(text, add_special_tokens=False).ids
+            ids = self._known.encode(text, special)
+            if ids is None:
+                self._source = whole = self._build()
+                ids = whole.encode(text, special)
+            return ids
 
     def _spelled(self, id: int) -> list[int]:
         """The characters of a special token, each a token. For vocabularies whose merges lead to a special token."""
         ids: list[int] = []
-        for character in self._library.id_to_token(id):
-            whole = self._library.token_to_id(character)
+        for character in self.token(id) or "":
+            whole = self.id(character)
             if whole is not None:
                 ids.append(whole)
             else:
-                parts = (self._library.token_to_id(f"<0x{byte:02X}>") for byte in character.encode())
+                parts = (self.id(f"<0x{byte:02X}>") for byte in character.encode())
                 ids += [part for part in parts if part is not None]
+        return ids
+
+
+class _Library:
+    """The library's object of a whole tokenizer.json (`library`), behind the face that `ReducedTokenizer` has too."""
+
+    def __init__(self, json: bytes) -> None:
+        from tokenizers import Tokenizer as Library
+
+        self.library: Any = _guarded("tokenizer.json", lambda: Library.from_buffer(json))
+        self.library.no_truncation()  # settings of training that a tokenizer.json may have kept
+        self.library.no_padding()
+        added = self.library.get_added_tokens_decoder()
+        self.added = {i: Added(token.content, token.special, token.lstrip, token.rstrip) for i, token in added.items()}
+        self.id: Callable[[str], int | None] = self.library.token_to_id
+        self.token: Callable[[int], str | None] = self.library.id_to_token
+
+    @property
+    def size(self) -> int:
+        size: int = self.library.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def decoder(self) -> dict[str, Any] | None:
+        from json import loads
+
+        decoder = self.library.decoder
+        return None if decoder is None else loads(decoder.__getstate__())
+
+    @property
+    def first(self) -> list[int]:
+        return _guarded("tokenizer.json", lambda: self.encode("", special=True, marks=True))
+
+    def encode(self, text: str, special: bool, marks: bool = False) -> list[int]:
+        """marks: with what the post-processor puts around a text."""
+        if self.library.encode_special_tokens is special:
+            self.library.encode_special_tokens = not special
+        ids: list[int] = self.library.encode(text, add_special_tokens=marks).ids
         return ids
 
 
@@ -285,8 +327,8 @@ class _Decoder:
     "<0x0A>" for single bytes.
     """
 
-    def __init__(self, decoder: Any) -> None:
-        steps = _steps(decoder)
+    def __init__(self, decoder: dict[str, Any] | None) -> None:
+        steps = [] if decoder is None else decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
         kinds = [step.get("type") for step in steps]
         self.byte_level = "ByteLevel" in kinds
         self.fallback = "ByteFallback" in kinds
@@ -321,15 +363,6 @@ class _Decoder:
 
     def added(self, token: str) -> bytes:
         return (token.replace(self.space, " ") if self.space else token).encode()
-
-
-def _steps(decoder: Any) -> list[dict[str, Any]]:
-    if decoder is None:
-        return []
-    from json import loads
-
-    state = loads(decoder.__getstate__())
-    return state["decoders"] if state.get("type") == "Sequence" else [state]
 
 
 def _byte_characters() -> dict[str, int]:

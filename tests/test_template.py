@@ -236,7 +236,7 @@ def test_continuing_the_last_message():
 def chat():
     config = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "add_bos_token": True}
     source = "{{ bos_token }}" + cases.TEMPLATES["smollm2"]
-    return ChatTemplate.of(Tokenizer(small.byte_level(), config=config, chat_template=source, wait=False))
+    return ChatTemplate.of(Tokenizer(small.byte_level(), config=config, chat_template=source))
 
 
 def test_special_tokens_of_the_template_are_read_and_bos_comes_once(chat):

@@ -260,10 +260,12 @@ def test_truncation_and_padding_of_the_file_are_ignored():
     assert Tokenizer(raw).encode("a") == expected[:1]
 
 
-def test_built_in_a_thread():
+def test_built_when_it_is_needed(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path))
     text = "Hello <|im_end|>"
     later = Tokenizer(small.byte_level(), config=CONFIG, wait=False)
-    assert later.encode(text, special=True) == Tokenizer(small.byte_level()).encode(text, special=True)
+    assert later._source is None
+    assert later.encode(text, special=True) == Tokenizer(small.byte_level(), config=CONFIG).encode(text, special=True)
     assert later.ready() is later and later.eos_ids
     broken = Tokenizer(b"{", wait=False)
     for _ in range(2):
