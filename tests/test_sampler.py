@@ -194,7 +194,7 @@ def test_what_is_drawn_is_in_the_naive_set(values, top_k, top_p, min_p, seed):
     order = sorted(range(len(values)), key=lambda i: (-logits[i], i))
     kept = order[: top_k or len(order)]
     cumulated = np.cumsum(softmax(logits[kept]))
-    kept = kept[: int(np.sum(cumulated < top_p - 1e-6)) + 1]
+    kept = kept[: int(np.sum(cumulated < top_p + 1e-6)) + 1]  # rounding decides at the edge: the larger set is meant
     ratio = np.exp(np.float64(logits[kept]) - np.float64(logits[order[0]]))
     kept = [i for i, r in zip(kept, ratio, strict=True) if r >= min_p * (1 - 1e-5)]
     drawn = Sampler(SamplingParams(temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)).sample(logits).id
