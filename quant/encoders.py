@@ -87,7 +87,7 @@ def encode(
     out = np.empty((-(-rows // ROWS) if as_tiles else groups) * group_bytes, np.uint8)
     sums = np.empty((groups, 8), np.float32)
     candidates = block_format.grid.candidates
-    _run(
+    run_kernel(
         ("row_encode_kernel" if by_row else "encode_kernel", block_format.name, kind, method, order),
         ENCODE_SCRATCH + (group_scales if by_row else 0),
         groups,
@@ -140,7 +140,7 @@ def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = No
     blocks = np.ascontiguousarray(blocks)
     group_bytes = count * block_format.tile_bytes
     out = np.empty((-(-rows // ROWS)) * group_bytes, np.uint8)
-    _run(
+    run_kernel(
         ("retile_kernel", block_format.name),
         TILE_SCRATCH,
         groups,
@@ -198,6 +198,12 @@ def _source_type(weights: np.ndarray, name: str) -> str | None:
     return kind
 
 
+def as_float32(weights: np.ndarray, name: str) -> np.ndarray:
+    """A matrix as `encode` takes it -> float32[rows, columns], the array itself if it is float32. Raises FormatError as `encode`."""
+    kind = _source_type(weights, name) or ""
+    return _as_f32(weights.view(np.uint16) if kind == "bf16" else weights, kind)
+
+
 def _as_f32(weights: np.ndarray, kind: str) -> np.ndarray:
     if kind == "bf16":
         return (weights.astype(np.uint32) << 16).view(np.float32)
@@ -210,12 +216,12 @@ _CALL = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctype
 """Numba's convention (see jit/memory.py, call_kernel). The interpreter's lock is released while it runs."""
 
 
-def _run(kernel: tuple[str, ...], scratch_bytes: int, items: int, threads: int | None, **values: int) -> None:
+def run_kernel(kernel: tuple[str, ...], scratch_bytes: int, items: int, threads: int | None, **values: float) -> None:
     """Calls the kernel of that module and parameters on each of the workers, at most one per item."""
     from .jit.arguments import pack
     from .jit.store import find
 
-    workers = max(1, min(items, threads or _processors()))
+    workers = max(1, min(items, threads or processors()))
     found = find(f"{__package__}.{kernel[0]}", *kernel[1:])
     scratch = np.empty(workers * scratch_bytes + 64, np.uint8)
     start = scratch.ctypes.data + -scratch.ctypes.data % 64
@@ -237,5 +243,6 @@ def _run(kernel: tuple[str, ...], scratch_bytes: int, items: int, threads: int |
             other.result()
 
 
-def _processors() -> int:
+def processors() -> int:
+    """The processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

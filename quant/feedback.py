@@ -4,13 +4,15 @@ What counts is not the error of a weight but that of the output: for a row of er
 matrix's inputs, sum of x xᵀ. Row by row:
 
 * Scales are chosen by search, weighted with the diagonal of H, and rounded as they are stored.
-* *Feedback*: GPTQ (Frantar et al. 2022, arXiv:2210.17323), columns by falling diagonal. It is written here as back-substitution with
-  rounding, which GPTQ is equivalent to (Babai's nearest plane): with H = L Lᵀ, columns in reversed order, d H dᵀ = |d L|², and the term of a
-  column holds only its own error and those of columns already rounded. So H needs one Cholesky factor and no inverse.
-* *Descent*: block after block, each code to the level that is best while all others stay, and each scale (and minimum) to the stored number
-  that is best while all codes stay, in turn. No step raises the loss.
+* *Feedback*: GPTQ (Frantar et al. 2022, arXiv:2210.17323), columns by falling diagonal. It is written here as back-substitution
+  with rounding, which GPTQ is equivalent to (Babai's nearest plane): with H = L Lᵀ, columns in reversed order, d H dᵀ = |d L|², and
+  the term of a column holds only its own error and those of columns already rounded. So H needs one Cholesky factor, no inverse.
+* *Descent*: block after block, each code to the level that is best while all others stay, and each scale (and minimum) to the stored
+  number that is best while all codes stay, in turn. No step raises the loss.
+* *Rounds*: with the scales that descent has left, feedback finds other codes, often better ones. A row keeps the best it has had,
+  the search's at the least.
 
-A row that did not gain by it keeps the codes of the search. Rows do not see one another: results are the same for any number of threads.
+Rows do not see one another: results are the same for any number of threads.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .block import ROWS, BlockFormat, Scales
-from .encoders import _run as run_kernel
-from .encoders import encode
+from .encoders import encode, run_kernel
 from .errors import FormatError
 from .row_scaled import RowScaledIntegers
 from .scaled import ScaledIntegers
@@ -35,8 +36,8 @@ LOCAL_BYTES = 2 * BLOCK * 64
 """Scratch memory for one block of a group."""
 DAMPING = 0.01
 """What is added to the diagonal of H, as a share of its mean."""
-PASSES, SWEEPS = 2, 2
-"""Of descent over all columns, and over a block each time."""
+ROUNDS, PASSES = 3, 2
+"""Of feedback and descent, each from the scales that the one before has left; and of descent in each."""
 FIRM = (1e-9, 1e9)
 """Means of a diagonal between which float32 has room for all sums; others are brought near 1."""
 
@@ -131,7 +132,7 @@ class Chosen:
 
 
 def choose_codes(
-    block_format: BlockFormat, weights: np.ndarray, hessian: Hessian, *, passes: int = PASSES, sweeps: int = SWEEPS
+    block_format: BlockFormat, weights: np.ndarray, hessian: Hessian, *, rounds: int = ROUNDS, passes: int = PASSES
 ) -> Chosen:
     """float32[rows, columns] -> scales and codes with error feedback, in the calling thread.
 
@@ -182,8 +183,8 @@ def choose_codes(
         first=float(levels[0]),
         last=float(levels[-1]),
         top=top,
+        rounds=rounds,
         passes=passes,
-        sweeps=sweeps,
     )
     minima = None if scales.minimum is None else lanes.unpack(minimum, rows) * unit[:, None]
     scales = _restored(block_format, scales, lanes.unpack(scale, rows) * unit[:, None], minima)
@@ -210,8 +211,8 @@ class _Lanes:
 
 
 def scratch_bytes(columns: int, shared: int) -> int:
-    """Scratch memory of the kernel: for each group 3 numbers per column and 2 per scale, times 16 rows, and those of a block."""
-    return BATCH * (64 * (3 * columns + 2 * (columns // shared)) + LOCAL_BYTES)
+    """Scratch memory of the kernel: for each group 4 numbers per column and 2 per scale, times 16 rows, and those of a block."""
+    return BATCH * (64 * (4 * columns + 2 * (columns // shared)) + LOCAL_BYTES)
 
 
 # ---- how scales are stored -------------------------------------------------------------------------------------------

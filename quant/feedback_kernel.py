@@ -38,7 +38,7 @@ from .jit.target import current
 FIELDS = """
 weights scales minima storage codes losses groups columns
 hessian damping:f32 factor order sums levels middles level_count first:f32 last:f32 top:f32
-passes sweeps scratch scratch_bytes
+rounds passes scratch scratch_bytes
 """
 """
 weights            float32[groups, columns, 16]; columns is a multiple of 32
@@ -52,7 +52,7 @@ order              int64[columns]
 sums               float32[columns / scale columns, 32]: damped hessian summed over the rows of a group of columns, for the 32 of its block
 levels, middles    float32[level_count], and [level_count - 1]; first and last of the levels
 top                largest code of a scale (storage "codes")
-passes, sweeps     of coordinate descent over all columns, and over a block each time
+rounds, passes     of feedback and descent; of descent in each
 scratch            feedback.scratch_bytes for each worker
 """
 
@@ -239,7 +239,8 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
             inverse = inverse_or_zero(determinant)
             step = storable(a, scale + (curvature_low * slope - mixed * slope_low) * inverse, units) - scale
             step_low = storable(a, low + (curvature * slope_low - mixed * slope) * inverse, units) - low
-            gain = step * (slope * 2.0 - step * curvature - step_low * mixed * 2.0) + step_low * (slope_low * 2.0 - step_low * curvature_low)
+            gain = step * (slope * 2.0 - step * curvature - step_low * mixed * 2.0)
+            gain = gain + step_low * (slope_low * 2.0 - step_low * curvature_low)
             better = less(zeros(F32), gain)
             step, step_low = where(better, step, zeros(F32)), where(better, step_low, zeros(F32))
             store(scales, scale + step)
@@ -271,76 +272,82 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
             store(changes + 64 * k, zeros(F32))
         for first in range(0, BLOCK, shared):
             at = (b + first) // shared
-            sums = a.sums + 4 * BLOCK * at
-            for sweep in range(a.sweeps):
-                descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
-                if movable:
-                    descend_scale(
-                        a, matrix, sums, scales + 64 * at, minima + 64 * at, units, levels, gradient, changes, product, first
-                    )
+            descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
             if movable:
+                sums = a.sums + 4 * BLOCK * at
+                descend_scale(a, matrix, sums, scales + 64 * at, minima + 64 * at, units, levels, gradient, changes, product, first)
                 descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
 
     # ---- all of it -------------------------------------------------------------------------------------------------------
+
+    @inline
+    def keep_better(a, found, best, levels, best_levels, scales, best_scales, minima, best_minima):
+        """Where `found` is less than the loss at `best`: everything of that row becomes its best."""
+        better = less(found, load(F32, best))
+        store(best, where(better, found, load(F32, best)))
+        for k in range(a.columns):
+            i = 64 * k
+            store(best_levels + i, where(better, load(F32, levels + i), load(F32, best_levels + i)))
+        for k in range(a.columns // shared):
+            i = 64 * k
+            store(best_scales + i, where(better, load(F32, scales + i), load(F32, best_scales + i)))
+            if affine:
+                store(best_minima + i, where(better, load(F32, minima + i), load(F32, best_minima + i)))
 
     def kernel(arguments, worker, workers):
         a = view(Arguments, arguments)
         x_bytes, s_bytes, e_bytes = 64 * a.columns, 64 * (a.columns // shared), LOCAL_BYTES
         x = a.scratch + worker * a.scratch_bytes
-        gradient, levels = x + BATCH * x_bytes, x + 2 * BATCH * x_bytes
-        old_scales = x + 3 * BATCH * x_bytes
-        old_minima = old_scales + BATCH * s_bytes
-        changes = old_minima + BATCH * s_bytes
+        gradient, levels, best_levels = x + BATCH * x_bytes, x + 2 * BATCH * x_bytes, x + 3 * BATCH * x_bytes
+        scales = x + 4 * BATCH * x_bytes
+        minima = scales + BATCH * s_bytes
+        changes = minima + BATCH * s_bytes
         batches = (a.groups + BATCH - 1) // BATCH
         for batch in range(batches * worker // workers, batches * (worker + 1) // workers):
             first = BATCH * batch
             count = min(BATCH, a.groups - first)
-            w, units = a.weights + first * x_bytes, a.storage + 128 * first
-            scales, minima = a.scales + first * s_bytes, a.minima + first * s_bytes
-            losses = a.losses + 128 * first
+            w, units, losses = a.weights + first * x_bytes, a.storage + 128 * first, a.losses + 128 * first
+            best_scales, best_minima = a.scales + first * s_bytes, a.minima + first * s_bytes
+            for i in range(0, count * s_bytes, 64):
+                store(scales + i, load(F32, best_scales + i))
+                if affine:
+                    store(minima + i, load(F32, best_minima + i))
             for g in range(count):
                 at, s = g * x_bytes, g * s_bytes
-                nearest_levels(a, w + at, scales + s, minima + s, levels + at)
-                rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
-                for i in range(0, s_bytes, 64):
-                    store(old_scales + s + i, load(F32, scales + s + i))
-                    if affine:
-                        store(old_minima + s + i, load(F32, minima + s + i))
+                nearest_levels(a, w + at, scales + s, minima + s, best_levels + at)
+                rest_of(w + at, best_levels + at, scales + s, minima + s, a.columns, x + at)
             gradients(a, x, gradient, x_bytes, count)
             for g in range(count):
-                store(losses + 128 * g, loss(x + g * x_bytes, gradient + g * x_bytes, a.columns))
+                start = loss(x + g * x_bytes, gradient + g * x_bytes, a.columns)
+                store(losses + 128 * g, start)
+                store(losses + 128 * g + 64, start)
 
-            feedback(a, w, scales, minima, s_bytes, levels, x, x_bytes, changes, e_bytes, count)
-            for g in range(count):
-                at, s = g * x_bytes, g * s_bytes
-                rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
-            gradients(a, x, gradient, x_bytes, count)
-            for turn in range(a.passes):
-                for b in range(0, a.columns, BLOCK):
-                    for g in range(count):
-                        at, s = g * x_bytes, g * s_bytes
-                        descend(
-                            a, b, scales + s, minima + s, units + 128 * g, levels + at, gradient + at, changes + g * e_bytes
-                        )
-                    row, stride = a.hessian + 4 * b * a.columns, 4 * a.columns
-                    spread_changes(gradient, x_bytes, changes, e_bytes, count, row, stride, 0, b)
-                    spread_changes(gradient, x_bytes, changes, e_bytes, count, row, stride, b + BLOCK, a.columns)
+            for _round in range(a.rounds):
+                feedback(a, w, scales, minima, s_bytes, levels, x, x_bytes, changes, e_bytes, count)
+                for g in range(count):
+                    at, s = g * x_bytes, g * s_bytes
+                    rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
+                gradients(a, x, gradient, x_bytes, count)
+                for _pass in range(a.passes):
+                    for b in range(0, a.columns, BLOCK):
+                        for g in range(count):
+                            at, s = g * x_bytes, g * s_bytes
+                            descend(a, b, scales + s, minima + s, units + 128 * g, levels + at, gradient + at, changes + g * e_bytes)
+                        row, stride = a.hessian + 4 * b * a.columns, 4 * a.columns
+                        spread_changes(gradient, x_bytes, changes, e_bytes, count, row, stride, 0, b)
+                        spread_changes(gradient, x_bytes, changes, e_bytes, count, row, stride, b + BLOCK, a.columns)
+                for g in range(count):
+                    at, s = g * x_bytes, g * s_bytes
+                    rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
+                    found = loss(x + at, gradient + at, a.columns)
+                    keep_better(
+                        a, found, losses + 128 * g + 64, levels + at, best_levels + at,
+                        scales + s, best_scales + s, minima + s, best_minima + s,
+                    )  # fmt: skip
 
             for g in range(count):
-                at, s = g * x_bytes, g * s_bytes
-                rest_of(w + at, levels + at, scales + s, minima + s, a.columns, x + at)
-                start, end = load(F32, losses + 128 * g), loss(x + at, gradient + at, a.columns)
-                better = less(end, start)
-                store(losses + 128 * g + 64, where(better, end, start))
-                for k in range(a.columns // shared):
-                    i = s + 64 * k
-                    store(scales + i, where(better, load(F32, scales + i), load(F32, old_scales + i)))
-                    if affine:
-                        store(minima + i, where(better, load(F32, minima + i), load(F32, old_minima + i)))
-                nearest_levels(a, w + at, old_scales + s, old_minima + s, x + at)
                 codes = a.codes + 16 * (first + g) * a.columns
                 for k in range(a.columns):
-                    level = where(better, load(F32, levels + at + 64 * k), load(F32, x + at + 64 * k))
-                    store(codes + 16 * k, to_bytes(index(a, level)))
+                    store(codes + 16 * k, to_bytes(index(a, load(F32, best_levels + g * x_bytes + 64 * k))))
 
     return kernel
