@@ -158,6 +158,8 @@ def _more_keys(folder: Path, config: Metadata) -> dict[str, Any]:
     for theirs, ours in _SAMPLING.items():
         value = generation.get(theirs)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and generation.get("do_sample", True) is not False:
+            if not abs(value) < 1 << 31:  # false for NaN as well
+                raise HeaderError(folder / GENERATION, f"must be a usual number, is {printable(repr(value), 60)}", where=theirs)
             keys[f"general.sampling.{ours}"] = int(value) if ours == "top_k" else float(value)
     return keys
 

@@ -13,6 +13,9 @@ from .mapped import why_not_opened
 LARGEST = 1 << 28
 """Bytes of the largest file that is parsed; the largest real ones, tokenizer.json of big vocabularies, have about 40 MB."""
 
+DEEPEST = 100
+"""Most levels of lists and objects in one another. Real files have about five; far more would break whoever walks them."""
+
 
 def is_there(path: Path) -> bool:
     """True for anything of that name, also a broken link or a folder: what is there and cannot be read is an error, not absent."""
@@ -44,4 +47,10 @@ def read_object(path: str | os.PathLike[str], largest: int = LARGEST) -> dict[st
         raise HeaderError(path, f"is not readable as JSON: {printable(error, 80)}") from None
     if not isinstance(value, dict):
         raise HeaderError(path, f"must hold a JSON object, holds {type(value).__name__}")
-    return value
+    level: list[Any] = [value]
+    for _ in range(DEEPEST):
+        values = (inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer))
+        level = [inner for inner in values if isinstance(inner, (dict, list))]
+        if not level:
+            return value
+    raise HeaderError(path, f"lists and objects are nested deeper than {DEEPEST} levels")

@@ -95,7 +95,7 @@ class Metadata(Mapping[str, Any]):
             return default
         value = self.require(key, int)
         if not low <= value <= high:
-            raise MetadataTypeError(f"{self.source}: {self.spelled(key)!r} is {value}; it must be from {low} to {high}")
+            raise MetadataTypeError(f"{self.source}: {self.spelled(key)!r} is {_short(value)}; it must be from {low} to {high}")
         return value
 
     def number(self, key: str, low: float = 0.0, high: float = 3e38, default: Any = _absent) -> float:
@@ -107,7 +107,8 @@ class Metadata(Mapping[str, Any]):
             return default
         value = self.require(key, float)
         if not low < value <= high:  # false for NaN as well
-            raise MetadataTypeError(f"{self.source}: {self.spelled(key)!r} is {value:g}; it must be a finite number above {low:g}")
+            most = "" if high == 3e38 else f" and at most {high:g}"
+            raise MetadataTypeError(f"{self.source}: {self.spelled(key)!r} is {value:g}; it must be a finite number above {low:g}{most}")
         return value
 
     def _as(self, key: str, value: Any, kind: type) -> Any:

@@ -44,9 +44,10 @@ def parameters(config: Metadata) -> Metadata:
     if kind not in KINDS:
         raise UnsupportedRopeError(f"{config.source}: rope_type {kind!r:.60} is not supported; supported are {', '.join(KINDS)}")
     values["rope_type"] = kind
+    spelling = {name: f"{key}.{name}" for name in (*values, *_LLAMA3)}
     if values.get("rope_theta") is None and config.has("rope_theta"):
-        values["rope_theta"] = config.require("rope_theta")
-    return Metadata(values, config.source, {name: f"{key}.{name}" for name in (*values, *_LLAMA3)})
+        values["rope_theta"], spelling["rope_theta"] = config.require("rope_theta"), "rope_theta"
+    return Metadata(values, config.source, spelling)
 
 
 def to_gguf(config: Metadata, arch: str, dimensions: int) -> tuple[dict[str, Any], np.ndarray | None, list[str]]:
