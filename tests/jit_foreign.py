@@ -19,7 +19,7 @@ CHOSEN = target.choose(MACHINE, CPU, frozenset(f[1:] for f in FEATURES.split(","
 target.current = lambda: CHOSEN
 platform.machine = lambda: MACHINE
 
-KERNELS = {"matmul": ("q8_0", "int8"), "attention": ("64", "3", "f16"), "interpreter": ()}
+KERNELS = {"matmul": ("q8_0", "int8"), "matmul nl4_16": ("nl4_16", "int8"), "attention": ("64", "3", "f16"), "interpreter": ()}
 
 
 def lowered(function):
@@ -48,7 +48,7 @@ def main():
     heads = {"target triple": f'target triple = "{TRIPLE}"', "target datalayout": f'target datalayout = "{foreign.target_data}"'}
     print("path", CHOSEN.dot)
     for name, parameters in KERNELS.items():
-        text = lowered(importlib.import_module(f"halfbyte.engine.kernels.{name}").build(*parameters))
+        text = lowered(importlib.import_module(f"halfbyte.engine.kernels.{name.split()[0]}").build(*parameters))
         lines = [next((new for old, new in heads.items() if line.startswith(old)), line) for line in text.split("\n")]
         ir = llvm.parse_assembly("\n".join(lines))
         ir.verify()

@@ -14,6 +14,11 @@ import numpy as np
 
 LANES = 16
 TILES = 40
+TABLE = (255, 0, 3, 128, 127, 200, 17, 9, 64, 31, 250, 1, 99, 86, 5, 180)
+EDGES, VALUES = (-40.0, -7.5, 0.0, 1.0, 33.0), (-9.0, 4.0, 0.5, -2.0, 100.0, 7.0)
+
+
+MATRICES = ("q8_0", "q4_1", "nl4", "nl4_16")
 
 
 def inputs():
@@ -66,10 +71,12 @@ def results(given):
         less,
         load,
         load_tile,
+        lookup16,
         maximum,
         minimum,
         round_even,
         spread,
+        staircase,
         store,
         store_tile,
         tile,
@@ -93,6 +100,8 @@ def results(given):
     out |= {name: np.zeros(TILES * 64, np.int32) for name in ("signed", "unsigned")}
     out |= {"lanes_sum": np.zeros(TILES, np.float32), "lanes_max": np.zeros(TILES, np.float32), "lanes_sum_i32": np.zeros(TILES, np.int32)}
     out |= {name: np.zeros((TILES, 3, LANES), np.int32) for name in ("dot4", "dot4_full")}
+    out |= {"lookup16": np.zeros((TILES, 64), np.uint8), "staircase": np.zeros_like(floats)}
+    lookup, step = lookup16(TABLE), staircase(EDGES, VALUES)
     addresses = np.array([a.ctypes.data for a in (*sources.values(), *out.values())], np.int64)
     w_type, x_type, acc_type = tile(I32, 2, 1), tile(I32, 1, 3), tile(I32, 2, 3)
     many, few, singles = floats.size // LANES, narrow.size // LANES, narrow.size
@@ -110,6 +119,7 @@ def results(given):
             store(load_i64(at + 24) + i, maximum(x, absolute(x) - 3))
             store(load_i64(at + 32) + i, minimum(x, absolute(x) - 3))
             store(load_i64(at + 40) + i, fma(x, x, x))
+            store(load_i64(at + 160) + i, step(x))
         for i in range(few):
             store(load_i64(at + 48) + 32 * i, to_f16(load(F32, narrow + 64 * i)))
         for i in range(singles):
@@ -119,6 +129,7 @@ def results(given):
             store(load_i64(at + 72) + 64 * i, to_f32(load(I16, halves + 32 * i)))
         for i in range(TILES):
             n = load(I32, numbers + 64 * i)
+            store(load_i64(at + 152) + 64 * i, lookup(load(I32, codes + 64 * i) & 0x0F0F0F0F))
             store(load_i64(at + 80) + 64 * i, to_f32(load(I32, start + 64 * i)))
             store(load_i64(at + 88) + 64 * i, where(less(n, n & 255), n * 2, n >> 28))
             x = load(F32, floats + 64 * i)
@@ -139,19 +150,25 @@ def results(given):
     return out | {"path": np.array(target.current().dot), "has_fma": np.array(target.current().has_fma)}
 
 
-def matmul_sums():
+def matmul_sums(names=MATRICES):
     """float32 results of the matrix kernel that are exact integers (see test_kernels_matmul.py)."""
     spec = importlib.util.spec_from_file_location("halfbyte_test_kernelbox", Path(__file__).with_name("kernelbox.py"))
     box = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(box)
-    from halfbyte.quant.block import get_format
+    from halfbyte.quant.block import Scales, get_format
 
     out = {}
-    for name in ("q8_0", "q4_1"):
+    for name in names:
         rng, form = np.random.default_rng(1), get_format(name)
-        blocks = rng.integers(0, 256, (48, 3, form.block_bytes), np.uint8)
-        blocks[0, ..., 2 * form.numbers :], blocks[1, ..., 2 * form.numbers :] = 0x7F, 0x80
-        blocks[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
+        if form.header_bytes:
+            scales = rng.integers(-8, 9, (48, 96 // form.scale_columns))
+            codes = rng.integers(0, len(form.levels), (48, 96)).astype(np.uint8)
+            codes[0], codes[1] = 0, len(form.levels) - 1
+            blocks = form.pack(Scales(scales, None, (np.ones(48, np.float32), scales.astype(np.int8))), codes)
+        else:
+            blocks = rng.integers(0, 256, (48, 3, form.block_bytes), np.uint8)
+            blocks[0, ..., 2 * form.numbers :], blocks[1, ..., 2 * form.numbers :] = 0x7F, 0x80
+            blocks[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
         codes = rng.integers(-127, 128, (7, 3, 32)).astype(np.int8)
         codes[0], codes[1] = 127, -127
         got = box.floats(12, 48)

@@ -126,6 +126,14 @@ def test_operations(name, ran):
     np.testing.assert_array_equal(got["lanes_sum_i32"], counted.sum(-1))
 
 
+@pytest.mark.parametrize("name", PATHS)
+def test_tables(name, ran):
+    got, given = ran(name), ops.inputs()
+    np.testing.assert_array_equal(got["lookup16"], np.array(ops.TABLE, np.uint8)[given["codes"] & 15])
+    wanted = np.array(ops.VALUES, np.float32)[np.searchsorted(ops.EDGES, given["floats"])]
+    np.testing.assert_array_equal(got["staircase"], wanted)
+
+
 def same(got, wanted):
     """Equal bits, and NaN where NaN is wanted, whatever its payload."""
     nan = np.isnan(wanted)
@@ -144,8 +152,19 @@ def test_integers_are_the_same_on_every_path(name, ran):
         first = np.arange(ops.TILES) // 2 * 2
         wanted = start[first][:, None] + np.einsum("ilc,itc->itl", w, x[first][:, :3])
         np.testing.assert_array_equal(got[key], wanted.astype(np.int32), err_msg=key)
-    for kind in ("q8_0", "q4_1"):
+    for kind in ops.MATRICES:
         np.testing.assert_array_equal(got[f"matmul_{kind}"], got[f"exact_{kind}"])
+
+
+@pytest.mark.skipif(not ON_X86, reason="the test names an x86 processor")
+def test_tables_by_the_oldest_byte_shuffle(tmp_path):
+    """Portable integers, but SSSE3's shuffle of 16 bytes."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(OPS.parent)!r}); import jit_ops; found = jit_ops.matmul_sums(('nl4',))\n"
+        "from halfbyte.quant.jit import target; features = target.current().features\n"
+        "print(target.current().dot, 'sse4.2' in features, (found['matmul_nl4'] == found['exact_nl4']).all())"
+    )
+    assert child(["-c", code], environment(tmp_path, NUMBA_CPU_NAME="x86-64-v2")).split() == ["portable", "True", "True"]
 
 
 @pytest.mark.parametrize("name", PATHS)
@@ -195,7 +214,7 @@ def test_other_processors_get_machine_code(triple, machine, cpu, features, path,
     first, *kernels = said.split("\nkernel ")
     assert first == f"path {path}"
     assembly = {text.split("\n", 1)[0]: text for text in kernels}
-    assert set(assembly) == {"matmul", "attention", "interpreter"}
+    assert set(assembly) == {"matmul", "matmul nl4_16", "attention", "interpreter"}
     for name, text in assembly.items():
         assert "\noutside ." in text, f"{name} needs {text.rsplit('outside', 1)[1]}"
         words = {line.split()[0] for line in text.split("\n") if line.startswith("\t") and line.strip()}
@@ -204,7 +223,8 @@ def test_other_processors_get_machine_code(triple, machine, cpu, features, path,
             assert "blr" in words  # calls kernels, by address
         else:
             assert {"bl", "blr"}.isdisjoint(words), f"{name} calls a function"
-        assert (instruction in words or any(w.startswith(instruction + ".") for w in words)) == (name == "matmul")
+        assert (instruction in words or any(w.startswith(instruction + ".") for w in words)) == name.startswith("matmul")
+        assert any(w.startswith("tbl") for w in words) == (name == "matmul nl4_16"), "a table is one byte shuffle"
         if name == "attention":
             assert any(w.startswith("fmla") for w in words) and any(w.startswith("fcvtl") for w in words)
 

@@ -277,15 +277,15 @@ def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> 
 
 def lookup16(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Value:
     """i32 lanes whose four bytes are codes 0..15 -> lanes whose bytes are table[code], numbers 0..255."""
-    features, way = target.current().features, target.current().dot
+    features, way, machine = target.current().features, target.current().dot, target.current().machine
     bytes_ = b.bitcast(codes, ir.VectorType(_I8, 4 * codes.type.count))
     if way == "vnni512":
         found = call(b, "llvm.x86.avx512.pshuf.b.512", bytes_.type, _table(table, 64), bytes_)
     elif way in ("vnni256", "avx2"):
         found = _split(b, 32, lambda part: call(b, "llvm.x86.avx2.pshuf.b", part.type, _table(table, 32), part), bytes_)
-    elif way in ("neon", "usdot"):
+    elif machine in ("aarch64", "arm64"):
         found = _split(b, 16, lambda part: call(b, "llvm.aarch64.neon.tbl1.v16i8", part.type, _table(table, 16), part), bytes_)
-    elif features & {"ssse3", "sse4.1", "sse4.2", "avx"} and target.current().machine in ("x86_64", "amd64"):
+    elif machine in ("x86_64", "amd64") and features & {"ssse3", "sse4.1", "sse4.2", "avx"}:
         found = _split(b, 16, lambda part: call(b, "llvm.x86.ssse3.pshuf.b.128", part.type, _table(table, 16), part), bytes_)
     else:  # one entry after another, where its code stands
         found = constant(bytes_.type, table[0])
