@@ -136,10 +136,12 @@ def atomic_file(path: PathLike, *, size: int | None = None, inputs: Iterable[Pat
     if target.exists() and not target.is_file():
         raise OutputError(path, "is not a regular file")
     _remove_leftovers(target)
-    descriptor, temporary = _create(target)
-    output = OutputFile(target, descriptor)
+    made: list[Path] = []  # filled before a file is there, so that no interrupt can come between a file and its removal
+    output: OutputFile | None = None
     try:
         with _sigterm_raises():
+            descriptor, temporary = _create(target, made)
+            output = OutputFile(target, descriptor)
             if size:
                 output.reserve(size)
             yield output
@@ -148,12 +150,14 @@ def atomic_file(path: PathLike, *, size: int | None = None, inputs: Iterable[Pat
                 output.close()  # Windows renames no open file; elsewhere the lock is to last until the end
             _rename(temporary, target)
     except BaseException:
-        if fcntl is None:
+        if fcntl is None and output is not None:
             output.close()
-        _remove(temporary)
+        for temporary in made:
+            _remove(temporary)
         raise
     finally:
-        output.close()
+        if output is not None:
+            output.close()
 
 
 @contextmanager
@@ -166,14 +170,14 @@ def atomic_folder(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> Iterato
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OutputError(path, "is a folder that is not empty" if target.is_dir() else "is a file; a folder is to be written")
     _remove_leftovers(target)
-    temporary = _temporary(target)
-    try:
-        temporary.mkdir()
-    except OSError as error:
-        raise OutputError(path, f"cannot be made: {error.strerror or error}") from None
-    lock = _lock_folder(temporary)
+    temporary, lock = _temporary(target), None
     try:
         with _sigterm_raises():
+            try:
+                temporary.mkdir()
+            except OSError as error:
+                raise OutputError(path, f"cannot be made: {error.strerror or error}") from None
+            lock = _lock_folder(temporary)
             yield temporary
             for file in temporary.rglob("*"):
                 _sync(file)
@@ -220,13 +224,16 @@ def _temporary(target: Path) -> Path:
     return target.with_name(f".{name}.{secrets.token_hex(4)}{SUFFIX}")
 
 
-def _create(target: Path) -> tuple[int, Path]:
+def _create(target: Path, made: list[Path]) -> tuple[int, Path]:
+    """A new temporary file, locked, and its name, which is also put into `made`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     while True:
         temporary = _temporary(target)
+        made.append(temporary)
         try:
             descriptor = os.open(temporary, flags, 0o666)
         except FileExistsError:
+            made.pop()
             continue
         except OSError as error:
             raise OutputError(target, f"cannot be made: {error.strerror or error}") from None

@@ -491,7 +491,8 @@ def test_a_large_vocabulary_opens_and_decodes_fast(tmp_path):
             decoded.append(time.perf_counter() - start)
             assert found is file.metadata["tokenizer.ggml.tokens"]
     assert found == tokens
-    assert min(opened) < 0.1 and min(decoded) < 0.2
+    # Bounds against doing it element by element in Python, which takes seconds; a busy machine stays far below them.
+    assert min(opened) < 0.3 and min(decoded) < 1.0
 
 
 # Encoding values
@@ -596,11 +597,11 @@ def test_real_files(name):
         pytest.skip(f"{name} is not in {MODELS}")
     start = time.perf_counter()
     with GGUFFile(path) as file:
-        assert time.perf_counter() - start < 0.1
+        assert time.perf_counter() - start < 1
         start = time.perf_counter()
         assert len(file.metadata["tokenizer.ggml.tokens"]) == file.tensors["token_embd.weight"].shape[0]
         assert len(file.metadata["tokenizer.ggml.merges"]) > 40_000
-        assert time.perf_counter() - start < 0.4
+        assert time.perf_counter() - start < 2
         for kind in {tensor.type for tensor in file.tensors.values()}:
             tensor = min((t for t in file.tensors.values() if t.type == kind), key=lambda t: t.nbytes)
             expected = gguf.quants.dequantize(tensor.raw(), getattr(gguf.GGMLQuantizationType, kind.upper()))

