@@ -72,13 +72,14 @@ class Moments:
         edges = self._edges
         rows, columns = slice(edges[a], edges[a + 1]), slice(edges[b], edges[b + 1])
         x = self._waiting[: self._filled]
-        if self.gram is None:
-            self.sums[rows] += np.einsum("ij,ij->j", x[:, rows], x[:, rows])
-            return
-        product = x[:, rows].T @ x[:, columns]
-        if a == b:
-            self.sums[rows] += product.diagonal()
-        self.gram[rows, columns] += product
+        with np.errstate(over="ignore", invalid="ignore"):  # the sums then are not finite, which is looked at when they are used
+            if self.gram is None:
+                self.sums[rows] += np.einsum("ij,ij->j", x[:, rows], x[:, rows])
+                return
+            product = x[:, rows].T @ x[:, columns]
+            if a == b:
+                self.sums[rows] += product.diagonal()
+            self.gram[rows, columns] += product
 
     def tiles(self) -> list[tuple[int, int]]:
         """The tiles that `add` takes, the expensive ones first."""
