@@ -24,6 +24,7 @@ import numpy as np
 from .block import ROWS, BlockFormat, Scales
 from .encoders import encode, run_kernel
 from .errors import FormatError
+from .layout import group_rows, pad_columns
 from .row_scaled import RowScaledIntegers
 from .scaled import ScaledIntegers
 from .scales import inverse_or_zero, power_of_two
@@ -150,13 +151,12 @@ def choose_codes(
 
     unit, inverse = power_of_two(np.abs(weights).max(axis=1))
     kind, storage, top = _storage(block_format, scales, unit, inverse)
-    lanes = _Lanes(groups)
-    x = lanes.pack(np.pad(weights * inverse[:, None], ((0, 0), (0, padded - columns))))
-    scale = lanes.pack(scales.scale * inverse[:, None])
-    minimum = scale if scales.minimum is None else lanes.pack(scales.minimum * inverse[:, None])
+    x = _to_lanes(pad_columns(weights * inverse[:, None]))
+    scale = _to_lanes(scales.scale * inverse[:, None])
+    minimum = scale if scales.minimum is None else _to_lanes(scales.minimum * inverse[:, None])
     even = bool((np.diff(levels) == 1).all())
     middles = (levels[1:] + levels[:-1]) / 2
-    storage = lanes.pack(storage)
+    storage = _to_lanes(storage)
     out, losses = np.empty((groups, padded, ROWS), np.uint8), np.empty((groups, 2, ROWS), np.float32)
     sums = hessian.sums(shared)
     run_kernel(
@@ -186,28 +186,20 @@ def choose_codes(
         rounds=rounds,
         passes=passes,
     )
-    minima = None if scales.minimum is None else lanes.unpack(minimum, rows) * unit[:, None]
-    scales = _restored(block_format, scales, lanes.unpack(scale, rows) * unit[:, None], minima)
-    loss = lanes.unpack(losses, rows).T.astype(np.float64) * (hessian.unit * unit.astype(np.float64) ** 2)
-    return Chosen(scales, lanes.unpack(out, rows), loss)
+    minima = None if scales.minimum is None else _from_lanes(minimum, rows) * unit[:, None]
+    scales = _restored(block_format, scales, _from_lanes(scale, rows) * unit[:, None], minima)
+    loss = _from_lanes(losses, rows).T.astype(np.float64) * (hessian.unit * unit.astype(np.float64) ** 2)
+    return Chosen(scales, _from_lanes(out, rows), loss)
 
 
-class _Lanes:
-    """[rows, n] <-> [groups, n, 16]: rows side by side, as the kernel has them. Missing rows are zeros."""
+def _to_lanes(array: np.ndarray) -> np.ndarray:
+    """[rows, n] -> [groups, n, 16]: rows side by side, as the kernel has them; missing rows are zeros."""
+    return np.ascontiguousarray(group_rows(array).swapaxes(1, 2))
 
-    def __init__(self, groups: int) -> None:
-        self.groups = groups
 
-    def pack(self, array: np.ndarray) -> np.ndarray:
-        out = np.zeros((self.groups, array.shape[1], ROWS), array.dtype)
-        whole = array.shape[0] // ROWS
-        out[:whole] = array[: whole * ROWS].reshape(whole, ROWS, -1).swapaxes(1, 2)
-        if whole < self.groups:
-            out[whole, :, : array.shape[0] - whole * ROWS] = array[whole * ROWS :].T
-        return out
-
-    def unpack(self, array: np.ndarray, rows: int) -> np.ndarray:
-        return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(self.groups * ROWS, -1)[:rows]
+def _from_lanes(array: np.ndarray, rows: int) -> np.ndarray:
+    """The inverse of `_to_lanes`."""
+    return np.ascontiguousarray(array.swapaxes(1, 2)).reshape(-1, array.shape[1])[:rows]
 
 
 def scratch_bytes(columns: int, shared: int) -> int:
