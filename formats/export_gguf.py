@@ -24,7 +24,7 @@ from .stream import Job, can_widen, default_threads, streams
 from .tensor import Tensor, block_format
 from .tokenizer_gguf import gguf_keys
 
-FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "bf16": 32}
+FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "iq4_nl": 25, "bf16": 32}
 """Values of general.file_type: the type that most weights have. A label for people; readers do not depend on it."""
 
 _KEPT = ("halfbyte.rope.", "halfbyte.eos_token_ids")
@@ -89,16 +89,26 @@ def _as_it_is(tensor: Tensor) -> tuple[Job, Choice]:
     return Job(tensor, choice.format, choice.kept), choice
 
 
+_NEXT = ("iq4_nl", "q4_0", "q5_0", "q8_0")
+"""What stands in for a format that GGUF does not have: the first that has all its levels."""
+
+
 def _instead(tensor: Tensor, choice: Choice) -> Choice:
     """What a tensor gets whose format GGUF does not have, or does not have for so many columns."""
-    form, wide = get_format(choice.format), get_format("q8_0")
-    fits = tensor.columns % wide.block_columns == 0
-    if form.gguf_type is None and fits:
-        if choice.kept and can_widen(form, wide):
-            return Choice("q8_0", f"GGUF has no {form.name}: the same values in 8 bits", kept=True)
-        if not choice.kept and form.integers:
-            return Choice("q8_0", f"{choice.reason}; GGUF has no {form.name}".removeprefix("; "))
-    why = f"GGUF has no {form.name}" if form.gguf_type is None else f"rows of {tensor.columns} are not whole blocks of {form.name}"
+    form = get_format(choice.format)
+    fits = tensor.columns % get_format("q8_0").block_columns == 0
+    missing = f"GGUF has no {form.name}"
+    if form.gguf_type is None and form.integers and fits:
+        found = next((name for name in _NEXT if can_widen(form, get_format(name))), None)
+        if choice.kept:
+            if found is None:
+                return Choice("q8_0", f"{missing}: quantized again to 8 bits")
+            exact = not form.header_bytes
+            return Choice(found, f"{missing}: the same {'values' if exact else 'codes, scales as f16'} in {found}", kept=True)
+        if found is None and np.isin(form.levels, get_format("iq4_nl").levels).all():
+            found = "iq4_nl"
+        return Choice(found or "q8_0", f"{choice.reason}; {missing}".removeprefix("; "))
+    why = missing if form.gguf_type is None else f"rows of {tensor.columns} are not whole blocks of {form.name}"
     return Choice("f32" if beyond_f16(tensor) else "f16", why, kept=False)
 
 

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..quant import encoders
-from ..quant.block import ROWS, BlockFormat, get_format
+from ..quant.block import ROWS, BlockFormat, Scales, get_format
 from ..quant.errors import NonFiniteError
-from ..quant.layout import join_block, split_block
 from ..quant.measures import TensorMeter
 from ..quant.scaled import ScaledIntegers
-from ..quant.scales import AbsoluteMax, Affine, check_finite, replace_nonfinite
+from ..quant.scales import check_finite, finite_f16, replace_nonfinite
 from .family import interleave_order
 from .tensor import Tensor
 
@@ -33,7 +32,7 @@ class Job:
     """What is to become of one tensor.
 
     format      the block format of the output
-    kept        the source's blocks are kept bit for bit, or, if `format` is another one, in wider codes with the same values
+    kept        the source's blocks are kept bit for bit, or, if `format` is another one, written with its codes (see `can_widen`)
     method      how scales are chosen
     through     a block format that weights are quantized to and back before they are written as `format`
     layout      "tiles" (kernel order), "rows" (one row after another, as GGUF and safetensors have them)
@@ -179,7 +178,7 @@ def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, M
         order = interleave_order((rows.stop - rows.start) // size, rows.stop - rows.start)
     tiles = job.layout == "tiles"
     measure, ready = Measure(), False
-    blocks = _kept_blocks(tensor, rows, form) if job.kept else None
+    blocks = _kept_blocks(tensor, rows, form, measure) if job.kept else None
     if blocks is None:
         ready = tiles and order is None
         blocks = _quantize(job, form, rows, "tiles" if ready else "blocks", allow_nonfinite, measure)
@@ -225,15 +224,22 @@ def _through(job: Job, form: BlockFormat, weights: np.ndarray, order: str, meter
     return encoders.encode(form, middle.decode(blocks, job.tensor.columns), order, name=job.tensor.name, threads=1).data
 
 
-def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat) -> np.ndarray | None:
+def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat, measure: Measure) -> np.ndarray | None:
     """The source's own blocks as blocks of `form`; None if a weight in them is not finite, which the caller then has to look at."""
     blocks, source = tensor.blocks(rows), get_format(tensor.format)
     assert blocks is not None
     numbers = block_numbers(blocks, source)
-    sound = np.isfinite(source.decode(blocks, tensor.columns) if numbers is None else numbers).all()
-    if not sound:
+    values = source.decode(blocks, tensor.columns) if numbers is None else None
+    if not np.isfinite(numbers if values is None else values).all():
         return None
-    return blocks if source is form else widen(blocks, source, form)
+    if source is form:
+        return blocks
+    widened = widen(blocks, source, form)
+    if values is not None:  # scales may have been rounded
+        meter = TensorMeter()
+        meter.add(values, form.decode(widened, tensor.columns))
+        measure.take(meter)
+    return widened
 
 
 def block_numbers(blocks: np.ndarray, form: BlockFormat) -> np.ndarray | None:
@@ -247,19 +253,24 @@ def block_numbers(blocks: np.ndarray, form: BlockFormat) -> np.ndarray | None:
 
 
 def can_widen(source: BlockFormat, form: BlockFormat) -> bool:
-    """True if every block of `source` has a block of `form` with exactly the same values: the same scale, codes of more bits."""
-    if not isinstance(source, ScaledIntegers) or not isinstance(form, ScaledIntegers):
+    """True if `form` has all levels of `source` for as many columns, so that blocks of `source` can be written with its codes.
+
+    The values are the same bit for bit if the scales of `source` are f16; those of a row-scaled format are rounded to f16, by 2^-11
+    of them at most unless they are beyond its range.
+    """
+    if not source.integers or not isinstance(form, ScaledIntegers) or source.scale_columns != form.scale_columns:
         return False
-    old, new = source.grid, form.grid
-    return not isinstance(old, Affine) and isinstance(new, AbsoluteMax) and old.bits < new.bits
+    if any(isinstance(each, ScaledIntegers) and each.numbers > 1 for each in (source, form)):
+        return False
+    return bool(np.isin(source.levels, form.levels).all())
 
 
 def widen(blocks: np.ndarray, source: BlockFormat, form: BlockFormat) -> np.ndarray:
-    """uint8[rows, blocks, block_bytes] of `source` -> of `form`, the same values bit for bit. See `can_widen`."""
-    assert isinstance(source, ScaledIntegers) and isinstance(form, ScaledIntegers)
-    assert not isinstance(source.grid, Affine) and not isinstance(form.grid, Affine)
-    scale, codes = split_block(blocks, source.numbers, source.parts)
-    return join_block(scale, codes + np.uint8(form.grid.bias - source.grid.bias), form.parts)
+    """Blocks of `source` as blocks of `form`, with the same levels. See `can_widen`."""
+    scales, codes = source.unpack(blocks)
+    numbers = finite_f16(scales.scale).astype(np.float16)
+    code_of = np.searchsorted(form.levels, source.levels).astype(np.uint8)
+    return form.pack(Scales(numbers.astype(np.float32), None, (numbers[..., None],)), code_of[codes])
 
 
 def _vector(job: Job, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:

@@ -204,7 +204,7 @@ def test_odd_weights_give_finite_blocks(tmp_path):
     odd = tensors["model.layers.0.mlp.gate_proj.weight"]
     odd[0], odd[1], odd[2], odd[3, 7], odd[4] = 0, 0.25, 1e-38, 100.0, 1e6
     tiny.write_folder(tmp_path / "m", tensors=tensors, dtype="f32")
-    for name in ("q4_0", "q4_1", "q6_0", "q8_0", "f16"):
+    for name in ("q4_0", "q4_1", "q6_0", "q8_0", "f16", "iq4_nl", "nl4", "nl4_16", "q5_r"):
         to_hbf(tmp_path / "m", tmp_path / "m.hbf", None, name)
         with open_checkpoint(tmp_path / "m.hbf") as found:
             back = found.tensors["blk.0.ffn_gate.weight"].float32()
@@ -257,7 +257,7 @@ def test_recipes_that_make_no_sense():
 
 
 @pytest.mark.parametrize("config", [tiny.llama_config(), tiny.qwen2_config(tie_word_embeddings=False)], ids=["llama", "qwen2"])
-@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "f16", "bf16", "f32", "q6_0"])
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "f16", "bf16", "f32", "q6_0", "iq4_nl"])
 def test_gguf_export_holds_the_same_values(tmp_path, config, format):
     tiny.write_folder(tmp_path / "m", config, tiny.weights(config, head=config["model_type"] == "qwen2"), dtype="f32")
     to_hbf(tmp_path / "m", tmp_path / "m.hbf", None, format)
@@ -281,6 +281,33 @@ def test_gguf_export_holds_the_same_values(tmp_path, config, format):
     assert len(fields["tokenizer.ggml.tokens"].contents()) == 272  # padded as the embedding is
     assert fields["tokenizer.chat_template"].contents() == tiny.TEMPLATE
     assert not any(key.startswith(("halfbyte.s", "halfbyte.t", "tokenizer.huggingface")) for key in fields)
+
+
+@pytest.mark.parametrize(
+    ("format", "wanted", "direct", "error"),
+    [
+        ("nl4", "IQ4_NL", "IQ4_NL", 4.9e-4), ("nl4_16", "Q8_0", "IQ4_NL", 5e-3),
+        ("q5_r", "Q5_0", "Q5_0", 4.9e-4), ("q6_r", "Q8_0", "Q8_0", 4.9e-4),
+    ],  # fmt: skip
+)
+def test_gguf_export_of_formats_that_gguf_does_not_have(tmp_path, format, wanted, direct, error):
+    """The same codes with f16 scales where a type has all levels, else 8 bits; measured and listed."""
+    config = tiny.llama_config()
+    tiny.write_folder(tmp_path / "m", config, tiny.weights(config), dtype="f32")
+    to_hbf(tmp_path / "m", tmp_path / "m.hbf", None, format)
+    result = to_gguf(tmp_path / "m.hbf", tmp_path / "m.gguf")
+    listed = {t.name: t for t in result.tensors if format in t.reason}
+    written = read_gguf(tmp_path / "m.gguf")
+    with open_checkpoint(tmp_path / "m.hbf") as ours, open_checkpoint(tmp_path / "m.gguf") as theirs:
+        of_format = {name: tensor for name, tensor in ours.tensors.items() if tensor.format == format}
+        assert listed.keys() == of_format.keys() != set()
+        for name, tensor in of_format.items():
+            assert written[name][0] == wanted
+            values, found = tensor.float32(), theirs.tensors[name].float32()
+            assert np.abs(found - values).max() <= error * np.abs(values).max()
+            assert (found != values).any(), "if scales were not rounded, the reason should not say so"
+    to_gguf(tmp_path / "m", tmp_path / "direct.gguf", Recipe(format=format))
+    assert read_gguf(tmp_path / "direct.gguf")["blk.0.ffn_up.weight"][0] == direct
 
 
 def test_gguf_export_of_rows_that_are_not_whole_blocks(tmp_path):
