@@ -286,9 +286,11 @@ def test_gguf_export_holds_the_same_values(tmp_path, config, format):
 @pytest.mark.parametrize(
     ("format", "wanted", "direct", "error"),
     [
-        ("nl4", "IQ4_NL", "IQ4_NL", 4.9e-4), ("nl4_16", "Q8_0", "IQ4_NL", 5e-3),
-        ("q5_r", "Q5_0", "Q5_0", 4.9e-4), ("q6_r", "Q8_0", "Q8_0", 4.9e-4),
-    ],  # fmt: skip
+        ("nl4", "IQ4_NL", "IQ4_NL", 4.9e-4),
+        ("nl4_16", "Q8_0", "IQ4_NL", 5e-3),
+        ("q5_r", "Q5_0", "Q5_0", 4.9e-4),
+        ("q6_r", "Q8_0", "Q8_0", 4.9e-4),
+    ],
 )
 def test_gguf_export_of_formats_that_gguf_does_not_have(tmp_path, format, wanted, direct, error):
     """The same codes with f16 scales where a type has all levels, else 8 bits; measured and listed."""
