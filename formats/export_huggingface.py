@@ -23,7 +23,7 @@ from .recipe import Choice, Recipe, RecipeError, method_of
 from .safetensors_writer import ShardedWriter
 from .stream import Job, default_threads, streams
 from .tensor import Tensor
-from .tokenizer_json import dumps, from_gguf
+from .tokenizer_json import checked, dumps, from_gguf
 
 PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 """Formats that weights can have in the folder, and what config.json calls them."""
@@ -51,6 +51,8 @@ def export_huggingface(
     found = checkpoint.family
     if found is None:
         raise RecipeError(f"{checkpoint.path.name}: holds weights only; a folder needs the config.json and tokenizer.json of their model")
+    if recipe is not None:
+        recipe.check_without_inputs()
     specs = {spec.name: spec for spec in found.tensors(checkpoint.metadata) if spec.sources}
     jobs = [_plan(tensor, recipe) for tensor in checkpoint.tensors.values() if tensor.name in specs]
     names = {job.tensor.name: _name(specs[job.tensor.name], found) for job, _ in jobs}
@@ -152,7 +154,7 @@ def tokenizer_json_files(checkpoint: Checkpoint) -> dict[str, Any]:
     """tokenizer.json (bytes) and tokenizer_config.json (a dict); {} for a checkpoint without a tokenizer."""
     tokenizer, metadata = checkpoint.tokenizer, checkpoint.metadata
     if tokenizer.json is not None:
-        raw, config = tokenizer.json, dict(tokenizer.config)
+        raw, config = checked(tokenizer.json), dict(tokenizer.config)
     elif "tokenizer.ggml.tokens" in metadata:
         raw, config = dumps(from_gguf(metadata)), _tokenizer_config(metadata)
     else:

@@ -96,7 +96,10 @@ def _vocabulary(vocab: Mapping[str, Any], source: Mapping[str, Any]) -> tuple[di
     """Tokens by id, and added tokens by id, which have the last word."""
     tokens: dict[int, str] = {number: token for token, number in vocab.items()}
     added: dict[int, Mapping[str, Any]] = {}
-    for entry in source.get("added_tokens") or []:
+    entries = source.get("added_tokens") or []
+    if not isinstance(entries, list):
+        raise TokenizerError(f"tokenizer.json: added_tokens: not a list: {printable(entries)}")
+    for entry in entries:
         if not (isinstance(entry, dict) and isinstance(entry.get("content"), str) and isinstance(entry.get("id"), int)):
             raise TokenizerError(f"tokenizer.json: added_tokens: not understood: {printable(entry)}")
         added[entry["id"]] = entry

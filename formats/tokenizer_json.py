@@ -79,9 +79,24 @@ def compact(tokenizer_json: bytes) -> bytes:
         return tokenizer_json
 
 
+def checked(tokenizer_json: bytes) -> bytes:
+    """The same tokenizer.json, which the library was able to read. Raises TokenizerError otherwise."""
+    from tokenizers import Tokenizer
+
+    try:
+        Tokenizer.from_buffer(tokenizer_json)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library's panics are no Exception
+        raise TokenizerError(f"tokenizer.json: cannot be used: {printable(error)}") from None
+    return tokenizer_json
+
+
 def _as_texts(merges: list[Any]) -> list[Any]:
     """Pairs as texts with a space between them, unless one cannot be told apart then (or would be taken for a comment)."""
     if any(isinstance(merge, str) for merge in merges):
+        return merges
+    if not all(isinstance(merge, (list, tuple)) and len(merge) == 2 for merge in merges):
         return merges
     texts = [f"{left} {right}" for left, right in merges]
     plain = all(text.count(" ") == 1 for text in texts) and not any(text.startswith("#version") for text in texts)
