@@ -117,7 +117,8 @@ def test_an_entry_point_that_cannot_be_loaded_is_named(installed):
         get_format("q2_0")
 
 
-def test_q6_0_of_the_page_is_the_real_one():
-    shown = re.search(r"    @register\n(    class Q6_0.*?)\n\n", PAGE.read_text(), re.DOTALL).group(1)
-    source = (Path(registry.__file__).parent / "q6_0.py").read_text()
-    assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in source.splitlines()[-4:]]
+@pytest.mark.parametrize("name", ["q6_0", "nl4_16"])
+def test_formats_of_the_page_are_the_real_ones(name):
+    shown = re.search(rf"    @register\n(    class {name.upper()}.*?)\n\n", PAGE.read_text(), re.DOTALL).group(1)
+    source = (Path(registry.__file__).parent / f"{name}.py").read_text()
+    assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in source.splitlines()[-len(shown.splitlines()) :]]

@@ -38,6 +38,7 @@ def matrices(seed: int = 0) -> dict[str, tuple[np.ndarray, str]]:
     found = {f"m.{name}": (rng.standard_normal((37, 70), dtype=np.float32), name) for name in format_names() if name != "f32"}
     found["single"] = rng.standard_normal((16, 32), dtype=np.float32), "f32"
     found["experts"] = rng.standard_normal((3, 20, 33), dtype=np.float32), "q8_0"
+    found["row.experts"] = rng.standard_normal((2, 20, 33), dtype=np.float32), "nl4_16"
     return found
 
 
@@ -157,6 +158,11 @@ TILE_BYTES = {
     "q5_0": 352,
     "q4_1": 320,
     "q4_0": 288,
+    "iq4_nl": 288,
+    "q6_r": 400,
+    "q5_r": 336,
+    "nl4_16": 280,
+    "nl4": 272,
     "f32": 2048,
     "f16": 1024,
     "bf16": 1024,
@@ -169,10 +175,20 @@ INTEGERS = {  # minimum?, kinds of planes, bias
     "q5_0": (False, ["nibbles", "fifth bits"], 16),
     "q4_1": (True, ["nibbles"], 0),
     "q4_0": (False, ["nibbles"], 8),
+    "iq4_nl": (False, ["nibbles"], None),
 }
 
 
-def read_tile(kind: str, tile: bytes) -> np.ndarray:
+ROW_SCALED = {  # columns and bits of a scale, kinds of planes, bias
+    "q6_r": (32, 8, ["nibbles", "pairs"], 32),
+    "q5_r": (32, 8, ["nibbles", "fifth bits"], 16),
+    "nl4_16": (16, 6, ["nibbles"], None),
+    "nl4": (32, 8, ["nibbles"], None),
+}
+LEVELS = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+
+
+def read_tile(kind: str, tile: bytes, row_numbers: bytes = b"") -> np.ndarray:
     """float32[16, 32]: the weights of one tile, from the page's section on formats."""
     out = np.zeros((16, 32), np.float32)
     for r, c in np.ndindex(16, 32):
@@ -182,8 +198,14 @@ def read_tile(kind: str, tile: bytes) -> np.ndarray:
         elif kind == "bf16":
             out[r, c] = struct.unpack("<f", b"\0\0" + tile[2 * (16 * c + r) :][:2])[0]
         else:
-            has_minimum, kinds, bias = INTEGERS[kind]
-            v, b, code, at = c // 4, 4 * r + c % 4, 0, 64 if has_minimum else 32
+            v, b, code, has_minimum = c // 4, 4 * r + c % 4, 0, False
+            if kind in ROW_SCALED:
+                columns, bits, kinds, bias = ROW_SCALED[kind]
+                scale, at = row_scale(tile, r, c // columns, bits), 16 * 32 // columns * bits // 8
+                scale *= np.float32(struct.unpack("<f", b"\0\0" + row_numbers[2 * r : 2 * r + 2])[0])
+            else:
+                has_minimum, kinds, bias = INTEGERS[kind]
+                scale, at = np.float32(struct.unpack_from("<e", tile, 2 * r)[0]), 64 if has_minimum else 32
             for plane in kinds:
                 if plane == "bytes":
                     code |= tile[at + 64 * v + b]
@@ -195,10 +217,18 @@ def read_tile(kind: str, tile: bytes) -> np.ndarray:
                     code |= (tile[at + 64 * (v // 4) + b] >> 2 * (v % 4) & 3) << 4
                 at += 64 * PLANES[plane]
             assert at == len(tile)
-            out[r, c] = np.float32(struct.unpack_from("<e", tile, 2 * r)[0]) * np.float32(code - bias)
+            out[r, c] = scale * np.float32(LEVELS[code] if bias is None else code - bias)
             if has_minimum:
                 out[r, c] += np.float32(struct.unpack_from("<e", tile, 32 + 2 * r)[0])
     return out
+
+
+def row_scale(tile: bytes, r: int, part: int, bits: int) -> np.float32:
+    """The code of a scale of row r."""
+    if bits == 8:
+        return np.float32(struct.unpack_from("<b", tile, 16 * part + r)[0])
+    (top,) = struct.unpack_from("<I", tile, 16 + 4 * part)
+    return np.float32((tile[r] >> 4 * part & 15) + 16 * (top >> 2 * r & 3) - 32)
 
 
 def independent_reader(raw: bytes) -> tuple[dict, dict]:
@@ -253,12 +283,16 @@ def independent_reader(raw: bytes) -> tuple[dict, dict]:
             continue
         many, (height, width) = math.prod(shape[:-2]), shape[-2:]
         out = np.zeros((many, -(-height // 16) * 16, -(-width // 32) * 32), np.float32)
-        tile_bytes = TILE_BYTES[kind]
-        assert nbytes == out.size // 512 * tile_bytes
-        for number_of_tile in range(nbytes // tile_bytes):
-            group, block = divmod(number_of_tile, out.shape[2] // 32)
+        tile_bytes, header = TILE_BYTES[kind], 32 if kind in ROW_SCALED else 0
+        blocks = out.shape[2] // 32
+        group_bytes = header + blocks * tile_bytes
+        assert nbytes == many * out.shape[1] // 16 * group_bytes
+        for number_of_tile in range(many * out.shape[1] // 16 * blocks):
+            group, block = divmod(number_of_tile, blocks)
+            first = group * group_bytes
             matrix, group = divmod(group, out.shape[1] // 16)
-            values = read_tile(kind, data[number_of_tile * tile_bytes :][:tile_bytes])
+            tile = data[first + header + block * tile_bytes :][:tile_bytes]
+            values = read_tile(kind, tile, data[first : first + header])
             out[matrix, 16 * group : 16 * group + 16, 32 * block : 32 * block + 32] = values
         tensors[name] = out[:, :height, :width].reshape(shape)
     return metadata, tensors
