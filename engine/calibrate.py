@@ -131,12 +131,12 @@ def matrix_inputs(model: StreamedModel, section: str) -> list[MatrixInput]:
         op = ops[row]
         if op.kernel == "matmul":
             buffer, matrix = op.arguments["x"], op.arguments["weights"]
-            if not isinstance(buffer, Buffer) or op.parameters[1] != "f32":
+            if not isinstance(buffer, Buffer) or not isinstance(matrix, StreamedMatrix) or op.parameters[1] != "f32":
                 raise CalibrationError(f"row {row} of the plan, {op.label}, does not read float panels")
             key = (buffer.name, written.get(buffer.name, -1))
             known = found.get(key)
             names = (*(known.names if known else ()), matrix.name)
-            found[key] = MatrixInput(names, section, int(op.arguments["columns"]), known.row if known else row, buffer)  # type: ignore[arg-type]
+            found[key] = MatrixInput(names, section, matrix.columns, known.row if known else row, buffer)
         out = op.arguments.get("out")
         if isinstance(out, Buffer):
             written[out.name] = row
