@@ -46,8 +46,8 @@ class Inputs:
 
     @property
     def importance(self) -> np.ndarray | None:
-        """float32[columns] for a search, or None: with gram its damped diagonal. Never all zero; the largest is 1."""
-        if self.gram is not None:
+        """float32[columns] for a search, or None: with gram its damped diagonal. Never all zero; near 1."""
+        if self.gram is not None and self.gram.size:
             found = self.gram.diagonal().astype(np.float64)
             found = found + self.damping * found.mean()
         elif self.diagonal is not None:
@@ -55,7 +55,7 @@ class Inputs:
         else:
             return None
         largest = found.max(initial=0.0)
-        return (found / largest).astype(np.float32) if largest > 0 else None
+        return np.ldexp(found, -np.frexp(largest)[1]).astype(np.float32) if largest > 0 else None
 
     @property
     def hessian(self) -> Hessian | None:

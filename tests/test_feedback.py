@@ -1,5 +1,6 @@
 """Error feedback against a plain GPTQ and an exact loss, both in float64, and what must hold for any matrix whatever."""
 
+import itertools
 import os
 import platform
 import subprocess
@@ -90,7 +91,7 @@ def test_each_step_gains(name):
     block_format, w, gram = get_format(name), weights(40, 128), inputs(128)
     hessian = prepare(gram)
     losses = [choose_codes(block_format, w, hessian, rounds=r, passes=p).loss[1] for r, p in ((0, 0), (1, 0), (1, 1), (1, 2), (1, 6))]
-    for before, after in zip(losses, losses[1:], strict=False):
+    for before, after in itertools.pairwise(losses):
         assert (after <= before * (1 + 1e-4)).all()
     assert losses[1].sum() < 0.6 * losses[0].sum()
     assert losses[2].sum() < 0.97 * losses[1].sum()
