@@ -234,8 +234,7 @@ class Tokenizer:
         Lone surrogates, which are no characters, become U+FFFD.
         """
         self.ready()
-        if not _is_clean(text):
-            text = _clean(text)
+        text = _clean(text)
         ids = _guarded("tokenizer.json", lambda: self._encode(text, special))
         if not special and not self._special.isdisjoint(ids):
             ids = [part for i in ids for part in (self._spelled(i) if i in self._special else (i,))]
@@ -385,7 +384,7 @@ def _is_clean(text: str) -> bool:
 
 def _clean(text: str) -> str:
     """Without lone surrogates; pairs of them become the character that they spell, as UTF-16 has it."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text if _is_clean(text) else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _guarded(where: str, build: Callable[[], Any]) -> Any:

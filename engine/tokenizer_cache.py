@@ -105,19 +105,19 @@ class TokenTable:
         id = int(self._order[at])
         return id if self._text[self._starts[id] : self._starts[id + 1]].tobytes() == data else None
 
-    def parts_of(self, words: Iterable[str]) -> list[int]:
+    def parts_of(self, words: Iterable[str]) -> set[int]:
         """Ids of all tokens that are a part of one of the words (and maybe, once in 2^64 times, of one that is not)."""
         encoded = [word.encode() for word in words]
         data = b"\xff".join(encoded)  # a byte that no text holds, and so no token
         longest = max(map(len, encoded), default=0)
-        found = [np.zeros(0, self._order.dtype)]
+        found: set[int] = set()
         for length, hashes in _hashes_of_parts(np.frombuffer(data, np.uint8), min(longest, self.longest)):
             first, stop = self._lengths[length : length + 2]
             if first < stop:
                 known = self._hashes[first:stop]
                 at = np.minimum(np.searchsorted(known, hashes), stop - first - 1)
-                found.append(self._order[first:stop][at[known[at] == hashes]])
-        return np.unique(np.concatenate(found)).tolist()
+                found.update(self._order[first:stop][at[known[at] == hashes]].tolist())
+        return found
 
     def merges_of(self, ids: Sequence[int]) -> list[tuple[int, int]]:
         """The merges that make these tokens out of these tokens, by rank."""
