@@ -26,7 +26,7 @@ from .pretokenizers import TokenizerError
 from .recipe import F16_MAX, Choice, Recipe, RecipeError, method_of, needs_range
 from .stream import Job, Measure, block_numbers, default_threads, streams
 from .tensor import Tensor, block_format
-from .tokenizer_json import compact, dumps, from_gguf
+from .tokenizer_json import checked, compact, dumps, from_gguf
 
 _BLOCK = 1 << 22
 
@@ -114,12 +114,13 @@ def convert(
 
     Raises NonFiniteError, OutputError, RecipeError and what reading the source raises: all HalfbyteError.
     """
+    recipe.check_without_inputs()
     kept, left_out = usable(checkpoint)
     jobs = [plan(tensor, recipe) for tensor in kept]
     result = ConversionResult(Path(output), "hbf", recipe.asked, files_nbytes(checkpoint), left_out=left_out)
     result.notes += requantization_note(jobs)
     encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
-    with NativeWriter(output, inputs=inputs(checkpoint)) as writer, closing(encoded), _digesting(checkpoint.files) as digests:
+    with NativeWriter(output, inputs=inputs(checkpoint)) as writer, closing(encoded), digesting(checkpoint.files) as digests:
         first = next(encoded)  # begins to encode, while the metadata are made
         for key, value in native_metadata(checkpoint, recipe).items():
             writer.add(key, value)
@@ -243,7 +244,7 @@ def native_metadata(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
             keys[key] = checkpoint.metadata[key]
     tokenizer = checkpoint.tokenizer
     if tokenizer.json is not None:
-        keys[TOKENIZER] = compact(tokenizer.json).decode("utf-8", "replace")
+        keys[TOKENIZER] = compact(checked(tokenizer.json)).decode("utf-8", "replace")
     elif tokenizer:
         # A tokenizer.json is ready in half the time that GGUF's keys take, and that time is part of every start.
         with suppress(TokenizerError):
@@ -270,12 +271,12 @@ def source_keys(checkpoint: Checkpoint, digests: Sequence[str]) -> dict[str, Any
 
 def _describes_file(key: str) -> bool:
     """True for keys that say how one .hbf file is laid out, or where it came from: a new file has its own."""
-    own = ("halfbyte.tensor.", "halfbyte.source.", "halfbyte.packed.")
+    own = ("halfbyte.tensor.", "halfbyte.source.", "halfbyte.packed.", "halfbyte.calibration")
     return key.startswith(own) or key in ("halfbyte.formats", "halfbyte.methods", "halfbyte.sources", "halfbyte.version", "halfbyte.recipe")
 
 
 @contextmanager
-def _digesting(files: Sequence[Path]) -> Iterator[Future[list[str]]]:
+def digesting(files: Sequence[Path]) -> Iterator[Future[list[str]]]:
     """Digests of files, counted in a thread of its own, which ends when the block does."""
     stop = threading.Event()
     with ThreadPoolExecutor(1, thread_name_prefix="digest") as pool:

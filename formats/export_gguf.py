@@ -46,6 +46,8 @@ def export_gguf(
     """
     if checkpoint.family is None:
         raise RecipeError(f"{checkpoint.path.name}: holds weights only; a GGUF file needs the config.json and tokenizer.json of its model")
+    if recipe is not None:
+        recipe.check_without_inputs()
     specs = {spec.name: spec for spec in checkpoint.family.tensors(checkpoint.metadata)}
     jobs = [_plan(tensor, recipe, specs[tensor.name], checkpoint.family) for tensor in checkpoint.tensors.values()]
     main = recipe.asked if recipe else _main_format([job for job, _ in jobs])

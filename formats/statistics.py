@@ -107,6 +107,10 @@ class Statistics:
         """float32[columns, columns], Σ x xᵀ of a matrix's input; None if the file does not have it."""
         return None
 
+    def gram_owner(self, name: str) -> str:
+        """The first of the matrices that read the same input as this one, and so have the same Gram matrix."""
+        return name
+
     def token_counts(self) -> np.ndarray | None:
         """int64[vocabulary], how often each token was seen; None if the file does not say."""
         return None
@@ -168,9 +172,12 @@ class CalibrationFile(Statistics):
                 found[matrix] = column_sums(self._file.path, matrix, tensor.array(), counts.array())
         return found
 
+    def gram_owner(self, name: str) -> str:
+        return self._shared.get(name, name)
+
     def gram(self, name: str) -> np.ndarray | None:
         """float32[columns, columns], Σ x xᵀ of a matrix's input; None if the file does not have it. Raises TensorError."""
-        owner = self._shared.get(name, name)
+        owner = self.gram_owner(name)
         packed, sums = self._file.tensors.get(owner + GRAM), self.sums.get(owner)
         if packed is None or sums is None:
             return None

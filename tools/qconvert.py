@@ -3,6 +3,7 @@
 qconvert model.safetensors --bits 4            model.q4_0.hbf beside it
 qconvert HuggingFaceTB/SmolLM2-135M-Instruct   fetched from the hub first
 qconvert model.q4_0.hbf --to gguf              for llama.cpp
+qconvert my-model/ --method feedback           runs the model on a text first, and quantizes by what its matrices read
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ Examples:
   qconvert smollm2 --to safetensors -o smollm2
 
   qconvert my-model.q4_0.hbf --to gguf
+
+  qconvert my-model/ --method feedback --format nl4 --tensor 'attn_[kv].weight=q6_r'
 """
 
 
@@ -60,13 +63,30 @@ def qconvert(
     to: Annotated[Kind, typer.Option(help="kind of output")] = Kind.hbf,
     method: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(metavar="nearest|search", help="how scales are chosen (default: search for 4 bits, else nearest)"),
+        typer.Option(
+            metavar="nearest|search|feedback",
+            help="how scales are chosen (default: search for 4 bits, else nearest); feedback runs the model on a text first",
+        ),
     ] = None,
+    calibrate: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="FILE", help="text to run (- is stdin), or statistics: of qcalibrate --gram, or llama.cpp's imatrix"),
+    ] = None,
+    tokens: Annotated[Optional[int], typer.Option(min=1, max=1 << 26, metavar="N", help="tokens of that text (default 24576)")] = None,  # noqa: UP045
+    tensor: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(metavar="REGEX=FORMAT", help="format of the matrices in whose names a pattern is found; the last one counts"),
+    ] = None,
+    recipe_file: Annotated[Optional[Path], typer.Option("--recipe", metavar="FILE", help="bits, method and formats from a file")] = None,  # noqa: UP045
+    save_recipe: Annotated[Optional[Path], typer.Option(metavar="FILE", help="write what was asked for to a file for --recipe")] = None,  # noqa: UP045
     threads: Annotated[Optional[int], typer.Option("--threads", "-t", min=1, max=1024, metavar="N", help="default: all processors")] = None,  # noqa: UP045
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="replace NaN and infinity instead of refusing them")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Convert a checkpoint to a quantized file."""
+    import os
+
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads are ours: before NumPy is imported
     from ..formats.checkpoint import open_checkpoint
     from ..formats.sources import default_output, resolve_source
     from .display import note
@@ -76,11 +96,26 @@ def qconvert(
         raise UsageError("--bits and --format: give one of them")
     path = resolve_source(source, note)
     with open_checkpoint(path) as checkpoint:
-        recipe = _recipe(checkpoint, to, bits, format, method)
+        recipe = _recipe(checkpoint, to, bits, format, method, tensor or [], recipe_file)
+        knows = recipe is not None and (calibrate is not None or recipe.method == "feedback")
+        if (calibrate is not None or tokens is not None) and not knows:
+            raise UsageError("--calibrate and --tokens: say how to quantize; they go with --method feedback or search")
+        if knows and to is not Kind.hbf:
+            raise UsageError(f"--to {to.value}: conversion by what matrices read writes a .hbf file; convert that with --to {to.value}")
         target = output or _default(checkpoint, source, path, to, recipe, default_output)
         for text in checkpoint.notes:
             note(text)
-        result = _convert(checkpoint, target, to, recipe, threads, allow_nonfinite)
+        if recipe is not None and knows:
+            from .calibrated import convert_calibrated
+
+            result = convert_calibrated(checkpoint, target, recipe, calibrate, tokens, threads, allow_nonfinite)
+        else:
+            result = _convert(checkpoint, target, to, recipe, threads, allow_nonfinite)
+    if save_recipe is not None:
+        from ..formats.recipe_file import write_recipe
+
+        assert recipe is not None
+        write_recipe(save_recipe, recipe, inputs=[path, *([recipe_file] if recipe_file and recipe_file != save_recipe else [])])
     seconds = time.perf_counter() - start
     for text in result.notes:
         note(text)
@@ -90,17 +125,37 @@ def qconvert(
         _print_table(result, path, seconds)
 
 
-def _recipe(checkpoint: Checkpoint, to: Kind, bits: int | None, format: str | None, method: str | None) -> Recipe | None:
-    """What was asked for; None to write the weights as they are."""
-    from ..formats.recipe import Recipe
+def _recipe(
+    checkpoint: Checkpoint, to: Kind, bits: int | None, format: str | None, method: str | None, tensors: list[str], file: Path | None
+) -> Recipe | None:
+    """What was asked for, on the command line before what is in a recipe file; None to write the weights as they are."""
+    from dataclasses import replace
 
-    if bits is None and format is None:
-        if method is not None and to is Kind.safetensors:
+    from ..formats.recipe import Recipe
+    from ..formats.recipe_file import read_recipe
+
+    found = Recipe() if file is None else read_recipe(file)
+    if bits is not None or format is not None:
+        found = replace(found, bits=bits, format=format)
+    if method is not None:
+        found = replace(found, method=method)
+    named = []
+    for text in tensors:
+        pattern, equals, name = text.rpartition("=")
+        if not equals or not pattern:
+            raise UsageError(f"--tensor {text}: must be REGEX=FORMAT, such as 'attn_v=q6_r'")
+        named.append((pattern, name))
+    found = replace(found, tensors=(*found.tensors, *named))
+    if found.bits is None and found.format is None:
+        as_it_is = to is Kind.safetensors or (to is Kind.gguf and checkpoint.kind == "hbf")
+        if found.method is not None and to is Kind.safetensors:
             raise UsageError("--method: says how to quantize; give --bits or --format with it")
-        if to is Kind.safetensors or (to is Kind.gguf and checkpoint.kind == "hbf"):
+        if as_it_is and found.tensors:
+            raise UsageError("--tensor: says how to quantize; give --bits or --format with it")
+        if as_it_is:
             return None
-        bits = 4
-    return Recipe(bits, format, method)
+        found = replace(found, bits=4)
+    return found
 
 
 def _default(checkpoint: Checkpoint, source: str, path: Path, to: Kind, recipe: Recipe | None, default_output) -> Path:  # type: ignore[no-untyped-def]
