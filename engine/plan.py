@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,7 @@ class Buffer:
     array: np.ndarray  # uint8
     width: int = 0
 
-    @property
+    @cached_property
     def address(self) -> int:
         return self.array.ctypes.data
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from functools import cache
 
 from ..errors import HalfbyteError
 
@@ -26,14 +27,26 @@ def parse(fields: str) -> list[tuple[str, str]]:
 
 def pack(fields: str, values: Mapping[str, float]) -> bytearray:
     """The block as bytes. Raises ArgumentError naming missing and unknown fields, and values that do not fit."""
-    wanted = parse(fields)
-    names = {name for name, _ in wanted}
-    if names != set(values):
-        raise ArgumentError(f"missing fields {sorted(names - set(values))}, unknown fields {sorted(set(values) - names)}")
-    out = bytearray(8 * len(wanted))
-    for i, (name, kind) in enumerate(wanted):
-        try:
-            struct.pack_into("<q" if kind == "i64" else "<f", out, 8 * i, values[name])
-        except (struct.error, OverflowError) as error:
-            raise ArgumentError(f"field {name!r} cannot be {values[name]!r}: {error}") from None
-    return out
+    kinds, block = _layout(fields)
+    if kinds.keys() != values.keys():
+        missing, unknown = kinds.keys() - values.keys(), values.keys() - kinds.keys()
+        raise ArgumentError(f"missing fields {sorted(missing)}, unknown fields {sorted(unknown)}")
+    try:
+        return bytearray(block.pack(*[values[name] for name in kinds]))
+    except (struct.error, OverflowError):
+        for name, kind in kinds.items():
+            try:
+                struct.pack(_CODES[kind], values[name])
+            except (struct.error, OverflowError) as error:
+                raise ArgumentError(f"field {name!r} cannot be {values[name]!r}: {error}") from None
+        raise
+
+
+_CODES = {"i64": "q", "f32": "f4x"}
+
+
+@cache
+def _layout(fields: str) -> tuple[dict[str, str], struct.Struct]:
+    """({name: "i64" | "f32"} in order, the block)"""
+    kinds = dict(parse(fields))
+    return kinds, struct.Struct("<" + "".join(map(_CODES.__getitem__, kinds.values())))
