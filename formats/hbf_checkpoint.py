@@ -13,6 +13,7 @@ from .checkpoint import Checkpoint, TokenizerFiles, bind, check_shape
 from .errors import HeaderError
 from .family import family
 from .gguf_checkpoint import chat_template, complete
+from .gguf_values import TypedValues, ValueType
 from .metadata import Metadata
 from .native_layout import TOKENIZER
 from .native_reader import NativeFile, NativeTensor
@@ -70,7 +71,7 @@ def open_hbf(path: Path) -> Checkpoint:
             metadata,
             {name: NativeFileTensor(file, file.tensors[name]) for name in names},
             family=found,
-            tokenizer=_tokenizer(path, metadata),
+            tokenizer=_tokenizer(path, metadata, file.metadata),
             files=[path],
             notes=notes,
             prefetch=file.populate,
@@ -78,8 +79,12 @@ def open_hbf(path: Path) -> Checkpoint:
         )
 
 
-def _tokenizer(path: Path, metadata: Metadata) -> TokenizerFiles:
-    text = metadata.get(TOKENIZER, None, str)
+def _tokenizer(path: Path, metadata: Metadata, values: TypedValues) -> TokenizerFiles:
+    text: bytes | None = None
+    if TOKENIZER in values and values.type(TOKENIZER) is ValueType.STRING:
+        text = bytes(values.raw(TOKENIZER)[8:])  # behind its length; megabytes that need not become a str and bytes again
+    elif TOKENIZER in values:
+        metadata.require(TOKENIZER, str)
     config: Any = {}
     if metadata.has(TOKENIZER_CONFIG):
         try:
@@ -88,4 +93,4 @@ def _tokenizer(path: Path, metadata: Metadata) -> TokenizerFiles:
             config = None
         if not isinstance(config, dict):
             raise HeaderError(path, "must hold a JSON object", where=TOKENIZER_CONFIG)
-    return TokenizerFiles(text.encode() if text is not None else None, config, chat_template(metadata), metadata)
+    return TokenizerFiles(text, config, chat_template(metadata), metadata)
