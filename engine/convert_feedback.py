@@ -109,7 +109,8 @@ def convert_with_statistics(
 ) -> ConversionResult:
     """The same by a file of statistics. Matrices whose Gram matrix it does not have get a weighted search, others a plain one.
 
-    Raises StatisticsError for statistics of another model, RecipeError for error feedback where the file has no Gram matrix, and as convert.
+    Raises StatisticsError for statistics of another model, RecipeError for error feedback where the file has no Gram matrices, and as
+    formats.convert.convert.
     """
     conversion = _Conversion(checkpoint, output, recipe, threads, allow_nonfinite, progress)
 
@@ -187,7 +188,7 @@ class _Conversion:
 
     def run(self, provide: Callable[[Take], None], provenance: dict[str, Any]) -> ConversionResult:
         checkpoint, recipe, result = self._checkpoint, self._recipe, self.result
-        result.notes += requantization_note(self._plans.values())
+        result.notes += requantization_note(self._plans.values()) + recipe.unused(job.tensor for job, _ in self._plans.values())
         with NativeWriter(self._output, inputs=inputs(checkpoint)) as writer, digesting(checkpoint.files) as digests:
             self._writer = writer
             for key, value in native_metadata(checkpoint, recipe).items():

@@ -118,7 +118,7 @@ def convert(
     kept, left_out = usable(checkpoint)
     jobs = [plan(tensor, recipe) for tensor in kept]
     result = ConversionResult(Path(output), "hbf", recipe.asked, files_nbytes(checkpoint), left_out=left_out)
-    result.notes += requantization_note(jobs)
+    result.notes += requantization_note(jobs) + recipe.unused(kept)
     encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
     with NativeWriter(output, inputs=inputs(checkpoint)) as writer, closing(encoded), digesting(checkpoint.files) as digests:
         first = next(encoded)  # begins to encode, while the metadata are made

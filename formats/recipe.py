@@ -17,6 +17,7 @@ Each exception to rule 6 is listed with its reason in what the conversion report
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,11 @@ class Recipe:
             if re.search(pattern, name):
                 return pattern, form
         return "", None
+
+    def unused(self, tensors: Iterable[Tensor]) -> list[str]:
+        """A note for each pattern of rule 7 that decides about no matrix."""
+        used = {self.named(tensor.name)[0] for tensor in tensors if not tensor.vector}
+        return [f"no matrix gets its format by {printable(pattern, 80)}" for pattern, _ in self.tensors if pattern not in used]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the file's provenance."""
