@@ -23,6 +23,7 @@ from halfbyte.formats.statistics import ColumnSums, Statistics
 from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import FormatError, HalfbyteError
 from halfbyte.quant.methods import TIED_DAMPING, Inputs, quantize
+from halfbyte.tools.qcalibrate import main as qcalibrate
 from halfbyte.tools.qconvert import main
 
 _spec = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
@@ -289,6 +290,31 @@ def test_command(tmp_path, folder):
         assert str(tmp_path) not in str(dict(file.metadata))
     status, out, err = run(tmp_path / "a.hbf", "--to", "gguf", "-o", tmp_path / "a.gguf")
     assert status == 0, err
+
+
+def test_statistics_of_qcalibrate(tmp_path, folder):
+    (tmp_path / "text.txt").write_text("".join(map(str, range(400))), encoding="utf-8")
+    stats, common = tmp_path / "s.safetensors", ("--text", str(tmp_path / "text.txt"), "--tokens", "256", "--gram", "-o")
+    assert qcalibrate([str(folder), *common, str(stats)]) == 0
+    status, _, err = run(folder, "--method", "feedback", "--calibrate", stats, "-o", tmp_path / "a.hbf")
+    assert status == 0 and err == "", err
+    status, _, err = run(folder, "--method", "feedback", "--calibrate", tmp_path / "text.txt", "--tokens", 256, "-o", tmp_path / "b.hbf")
+    assert status == 0, err
+    with open_checkpoint(tmp_path / "a.hbf") as by_file, open_checkpoint(tmp_path / "b.hbf") as by_text:
+        for name, tensor in by_text.tensors.items():
+            # Gram matrices in files are rounded to 16 bits, which now and then tips a code.
+            assert tensor.recorded["method"] == by_file.tensors[name].recorded["method"]
+            if not tensor.vector:
+                assert (tensor.tiles() != by_file.tensors[name].tiles()).mean() < 0.05, name
+        assert json.loads(by_file.metadata["halfbyte.calibration"])["statistics"] == "s.safetensors"
+    status, _, err = run(folder, "--method", "feedback", "--calibrate", stats, "--tokens", 5, "-o", tmp_path / "c.hbf")
+    assert status == 2 and "holds statistics" in err
+    tiny.write_folder(tmp_path / "other", tensors=tiny.weights(tiny.llama_config(), seed=1))
+    status, _, err = run(tmp_path / "other", "--method", "search", "--calibrate", stats, "-o", tmp_path / "c.hbf")
+    assert status == 0 and "other weights than these" in err
+    tiny.write_folder(tmp_path / "wide", tiny.llama_config(hidden_size=96, num_attention_heads=6))
+    status, out, err = run(tmp_path / "wide", "--method", "feedback", "--calibrate", stats, "-o", tmp_path / "d.hbf")
+    assert status == 1 and "statistics of another model" in err and out == "" and not (tmp_path / "d.hbf").exists()
 
 
 def test_command_lines_that_make_no_sense(tmp_path, folder):

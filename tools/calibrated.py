@@ -36,11 +36,15 @@ def convert_calibrated(
     from ..engine.convert_feedback import convert_with_statistics, convert_with_text
 
     if source is not None and source != "-" and _holds_statistics(source):
-        from ..formats.statistics import open_statistics
+        from ..formats.statistics import fingerprint, open_statistics
+        from .display import note
 
         if tokens is not None:
             raise UsageError(f"--tokens: {source} holds statistics, not a text")
         with open_statistics(source) as statistics, _progress(target.name) as progress:
+            made_from = statistics.metadata.get("model_fingerprint")
+            if made_from is not None and made_from != fingerprint(checkpoint):
+                note(f"{source} was made with other weights than these; that is all right if they are those of the same model")
             about = {"statistics": Path(source).name, "kind": statistics.kind}
             about |= {key: value for key, value in statistics.metadata.items() if key in ("text", "tokens", "chunk", "tokens_sha256")}
             return convert_with_statistics(
