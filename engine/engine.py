@@ -60,8 +60,8 @@ class Engine:
     ):
         with ExitStack() as stack:
             self.checkpoint = stack.enter_context(open_checkpoint(path))
-            # Both in threads, without the interpreter's lock, while weights and kernels are made ready.
             self.tokenizer = Tokenizer.from_files(self.checkpoint.tokenizer, wait=False)
+            # In a thread, without the interpreter's lock, while weights and kernels are made ready.
             threading.Thread(target=self.checkpoint.prefetch, name="prefetch", daemon=True).start()
             self.model = Model(self.checkpoint, compute, threads, context, capacity, report)
             stack.callback(self.model.close)
