@@ -292,6 +292,11 @@ def test_tokens_of_one_hash_are_told_apart():
 # The file
 
 
+@pytest.fixture(autouse=True)
+def small_tokenizers_too(monkeypatch):
+    monkeypatch.setattr(tokenizer_cache, "LEAST_BYTES", 0)
+
+
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HALFBYTE_CACHE", str(tmp_path / "cache"))
@@ -342,6 +347,11 @@ def test_a_table_serves_only_the_tokenizer_that_it_was_made_from(cache):
     assert tokenizer_cache.open_table(other) is None
     tokenizer_cache._path(other).rename(path)
     assert tokenizer_cache.open_table(RAW) is not None
+
+
+def test_a_small_tokenizer_needs_no_table(cache, monkeypatch):
+    monkeypatch.setattr(tokenizer_cache, "LEAST_BYTES", len(RAW) + 1)
+    assert kind() == kind() == "_Library" and not cache.exists()
 
 
 def test_no_cache_folder(monkeypatch):
