@@ -230,7 +230,9 @@ def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat, measure: Measur
     assert blocks is not None
     numbers = block_numbers(blocks, source)
     values = source.decode(blocks, tensor.columns) if numbers is None else None
-    if not np.isfinite(numbers if values is None else values).all():
+    checked = values if numbers is None else numbers
+    assert checked is not None
+    if not np.isfinite(checked).all():
         return None
     if source is form:
         return blocks
