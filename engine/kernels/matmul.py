@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...quant.block import get_format
+from ...quant.errors import FormatError
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.piece import FloatPiece, IntegerPiece, inline
 from ...quant.jit.simd import (
@@ -47,7 +48,7 @@ def build(format_name: str, kind: str):
     piece = get_format(format_name).piece()
     sub_tiles = get_format(format_name).block_columns // 32
     if sub_tiles != 1:
-        raise NotImplementedError(f"{format_name}: blocks of more than 32 columns")
+        raise FormatError(f"{format_name}: the kernels read blocks of 32 columns, not of {32 * sub_tiles}; convert to another format")
     make: Callable[..., Any] = _integer_tile
     if kind != "int8":
         make = _float_tile if isinstance(piece, FloatPiece) else _dequantizing_tile
