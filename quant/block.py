@@ -177,7 +177,7 @@ def nearest_codes(levels: np.ndarray, weights: np.ndarray, scales: Scales, scale
 
 
 BUILT_IN = (
-    "f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "q4_1", "q4_0", "iq4_nl", "nl4_16", "nl4",
+    "f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "nl4",
 )  # fmt: skip
 """Formats of this package: the module of that name registers the format. Imported when first asked for."""
 

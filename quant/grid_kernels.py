@@ -95,7 +95,7 @@ def round_of(grid: Symmetric):
 def codes_of(grid: Grid):
     """codes(levels) -> i32 lanes: Grid.codes."""
     if isinstance(grid, Table):
-        number = staircase(tuple(map(float, grid.middles)), tuple(map(float, range(16))))
+        number = staircase(tuple(map(float, grid.middles)), tuple(map(float, range(len(grid.table)))))
 
         @inline
         def codes(levels):

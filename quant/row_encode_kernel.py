@@ -32,7 +32,7 @@ from .jit.simd import (
     zeros,
 )
 from .part_kernels import joined, scatter_words
-from .row_scaled import HEADER, LARGEST, NEGLIGIBLE, SMALLEST, RowScaledIntegers
+from .row_scaled import HEADER, NEGLIGIBLE, SMALLEST, RowScaledIntegers
 
 WANTED = 10240
 """Where in scratch the scales of 16 rows begin, a vector of them for each group of columns that share one."""
@@ -46,7 +46,7 @@ def build(name: str, source: str, method: str, order: str):
     block_bytes, tile_bytes, scale_bytes = form.block_bytes, form.tile_bytes, form.scale_bytes
     names = tuple(type(part).__name__ for part in form.parts)
     to_planes, to_words, words = joined(names, 1), joined(names, 2), (block_bytes - halves) // 4
-    first_level, top, largest_number = float(form.levels[0]), float(form.top), float(LARGEST)
+    first_level, top, largest_number = float(form.levels[0]), float(form.top), form.largest
     smallest, negligible = float(SMALLEST), float(NEGLIGIBLE)
     read, peak_of, fit = reader(source), peak_over(columns), fit_of(form.grid, columns)
     round, code = round_of(form.grid), codes_of(form.grid)

@@ -9,6 +9,7 @@ because scales and then codes are chosen after it has been rounded (upwards, so 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -34,8 +35,6 @@ from .scales import SMALLEST, SignedMax, Table, check_finite, check_importance, 
 
 HEADER = 2
 """Bytes of a row's number."""
-LARGEST = np.float32(2.0**113)
-"""Of a row's number, so that no weight (this times a scale's code times a level, both below 2^7) overflows."""
 NEGLIGIBLE = np.float32(2.0**-6)
 """Scales below this, in units of the row's number, become 0; those above it, but below the half that rounds to 1, become 1."""
 
@@ -68,6 +67,12 @@ class RowScaledIntegers(BlockFormat):
     def top(self) -> int:
         """The largest code of a scale; the least is its negative."""
         return (1 << (self.scale_bits - 1)) - 1
+
+    @property
+    def largest(self) -> float:
+        """Of a row's number: a power of two, such that no weight (this times a scale's code times a level) overflows."""
+        most = float(np.abs(self.levels).max())
+        return 2.0 ** (128 - math.ceil(math.log2(self.top)) - math.ceil(math.log2(most)))
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]
@@ -208,7 +213,7 @@ class RowScaledIntegers(BlockFormat):
 
         Rounded up to bf16; 0 where it would not be a normal number.
         """
-        number = np.minimum(np.abs(scale).max(axis=1) / np.float32(self.top), LARGEST)
+        number = np.minimum(np.abs(scale).max(axis=1) / np.float32(self.top), np.float32(self.largest))
         bits = (number.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)
         return np.where(number < SMALLEST, np.float32(0), bits.view(np.float32))
 

@@ -15,10 +15,13 @@ import numpy as np
 LANES = 16
 TILES = 40
 TABLE = (255, 0, 3, 128, 127, 200, 17, 9, 64, 31, 250, 1, 99, 86, 5, 180)
+WIDE = (*TABLE, *(255 - entry // 2 for entry in TABLE))
+EDGES_16, VALUES_16 = tuple(-20.0 + 2.5 * i for i in range(15)), tuple(float(i * i - 9) for i in range(16))
+EDGES_32, VALUES_32 = tuple(-80.0 + 5.5 * i for i in range(31)), tuple(float(i * i % 19) for i in range(32))
 EDGES, VALUES = (-40.0, -7.5, 0.0, 1.0, 33.0), (-9.0, 4.0, 0.5, -2.0, 100.0, 7.0)
 
 
-MATRICES = ("q8_0", "q4_1", "nl4", "nl4_16")
+MATRICES = ("q8_0", "q4_1", "nl4", "nl4_16", "nl5")
 
 
 def inputs():
@@ -71,7 +74,7 @@ def results(given):
         less,
         load,
         load_tile,
-        lookup16,
+        lookup,
         maximum,
         minimum,
         round_even,
@@ -100,8 +103,10 @@ def results(given):
     out |= {name: np.zeros(TILES * 64, np.int32) for name in ("signed", "unsigned")}
     out |= {"lanes_sum": np.zeros(TILES, np.float32), "lanes_max": np.zeros(TILES, np.float32), "lanes_sum_i32": np.zeros(TILES, np.int32)}
     out |= {name: np.zeros((TILES, 3, LANES), np.int32) for name in ("dot4", "dot4_full")}
-    out |= {"lookup16": np.zeros((TILES, 64), np.uint8), "staircase": np.zeros_like(floats)}
-    lookup, step = lookup16(TABLE), staircase(EDGES, VALUES)
+    out |= {"lookup": np.zeros((TILES, 64), np.uint8), "staircase": np.zeros_like(floats)}
+    out |= {"lookup_wide": np.zeros((TILES, 64), np.uint8), "staircase_16": np.zeros_like(floats), "staircase_32": np.zeros_like(floats)}
+    look, look_wide, step = lookup(TABLE), lookup(WIDE), staircase(EDGES, VALUES)
+    step_16, step_32 = staircase(EDGES_16, VALUES_16), staircase(EDGES_32, VALUES_32)
     addresses = np.array([a.ctypes.data for a in (*sources.values(), *out.values())], np.int64)
     w_type, x_type, acc_type = tile(I32, 2, 1), tile(I32, 1, 3), tile(I32, 2, 3)
     many, few, singles = floats.size // LANES, narrow.size // LANES, narrow.size
@@ -120,6 +125,8 @@ def results(given):
             store(load_i64(at + 32) + i, minimum(x, absolute(x) - 3))
             store(load_i64(at + 40) + i, fma(x, x, x))
             store(load_i64(at + 160) + i, step(x))
+            store(load_i64(at + 176) + i, step_16(x))
+            store(load_i64(at + 184) + i, step_32(x))
         for i in range(few):
             store(load_i64(at + 48) + 32 * i, to_f16(load(F32, narrow + 64 * i)))
         for i in range(singles):
@@ -129,7 +136,8 @@ def results(given):
             store(load_i64(at + 72) + 64 * i, to_f32(load(I16, halves + 32 * i)))
         for i in range(TILES):
             n = load(I32, numbers + 64 * i)
-            store(load_i64(at + 152) + 64 * i, lookup(load(I32, codes + 64 * i) & 0x0F0F0F0F))
+            store(load_i64(at + 152) + 64 * i, look(load(I32, codes + 64 * i) & 0x0F0F0F0F))
+            store(load_i64(at + 168) + 64 * i, look_wide(load(I32, codes + 64 * i) & 0x1F1F1F1F))
             store(load_i64(at + 80) + 64 * i, to_f32(load(I32, start + 64 * i)))
             store(load_i64(at + 88) + 64 * i, where(less(n, n & 255), n * 2, n >> 28))
             x = load(F32, floats + 64 * i)

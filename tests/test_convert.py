@@ -289,6 +289,7 @@ def test_gguf_export_holds_the_same_values(tmp_path, config, format):
         ("nl4", "IQ4_NL", "IQ4_NL", 4.9e-4),
         ("nl4_16", "Q8_0", "IQ4_NL", 5e-3),
         ("q5_r", "Q5_0", "Q5_0", 4.9e-4),
+        ("nl5", "Q8_0", "Q8_0", 4.9e-4),
         ("q6_r", "Q8_0", "Q8_0", 4.9e-4),
     ],
 )

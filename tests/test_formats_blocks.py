@@ -14,7 +14,7 @@ FORMATS = format_names()
 INTEGER = [name for name in FORMATS if get_format(name).integers]
 GGUF = [name for name in BUILT_IN if get_format(name).gguf_type]
 ROW_SCALED = [name for name in BUILT_IN if get_format(name).header_bytes]
-TABLES = ("iq4_nl", "nl4", "nl4_16")
+TABLES = ("iq4_nl", "nl4", "nl4_16", "nl5")
 METHODS = ("nearest", "search")
 
 
@@ -80,7 +80,7 @@ def test_sizes_are_what_the_format_says(name):
 
 
 BITS = {"f32": 32, "f16": 16, "bf16": 16, "q8_0": 8.5, "q6_0": 6.5, "q5_1": 6, "q5_0": 5.5, "q4_1": 5, "q4_0": 4.5}
-BITS |= {"q6_r": 6.25, "q5_r": 5.25, "iq4_nl": 4.5, "nl4_16": 4.375, "nl4": 4.25}
+BITS |= {"q6_r": 6.25, "q5_r": 5.25, "nl5": 5.25, "iq4_nl": 4.5, "nl4_16": 4.375, "nl4": 4.25}
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -123,7 +123,7 @@ def test_padding_is_zero_and_does_not_change_the_rest(name, method, rows, column
 
 
 LEVELS = {"q8_0": 254, "q6_0": 32, "q5_1": 31, "q5_0": 16, "q4_1": 15, "q4_0": 8, "iq4_nl": 127 / 14, "q6_r": 28, "q5_r": 15}
-LEVELS |= {"nl4": 8, "nl4_16": 4}  # few scales for blocks of small weights
+LEVELS |= {"nl5": 14, "nl4": 8, "nl4_16": 4}  # few scales for blocks of small weights
 ERROR = {"f32": 0, "f16": 2**-11, "bf16": 2**-8} | {name: 1 / levels + 2**-11 for name, levels in LEVELS.items()}
 """Largest error of one weight / largest weight of its block: half a level, a whole one at the short end of a symmetric grid, and
 the rounding of the scale to f16.

@@ -84,7 +84,7 @@ def test_fifth_bits_and_top_pairs_byte_by_byte():
 
 def test_row_scaled_tiles_byte_by_byte():
     """Numbers of rows, 8-bit scales of 32 columns, 6-bit ones of 16, as docs/file-format.md states them."""
-    for name in ("nl4", "nl4_16", "q5_r", "q6_r"):
+    for name in ("nl4", "nl4_16", "nl5", "q5_r", "q6_r"):
         form, (blocks, tiles) = get_format(name), golden(name)
         row, block = 5, 1
         assert tiles[2 * row : 2 * row + 2].tobytes() == blocks[row, :2].tobytes()

@@ -129,9 +129,11 @@ def test_operations(name, ran):
 @pytest.mark.parametrize("name", PATHS)
 def test_tables(name, ran):
     got, given = ran(name), ops.inputs()
-    np.testing.assert_array_equal(got["lookup16"], np.array(ops.TABLE, np.uint8)[given["codes"] & 15])
-    wanted = np.array(ops.VALUES, np.float32)[np.searchsorted(ops.EDGES, given["floats"])]
-    np.testing.assert_array_equal(got["staircase"], wanted)
+    np.testing.assert_array_equal(got["lookup"], np.array(ops.TABLE, np.uint8)[given["codes"] & 15])
+    np.testing.assert_array_equal(got["lookup_wide"], np.array(ops.WIDE, np.uint8)[given["codes"] & 31])
+    for key in ("", "_16", "_32"):
+        edges, values = getattr(ops, "EDGES" + key), np.array(getattr(ops, "VALUES" + key), np.float32)
+        np.testing.assert_array_equal(got["staircase" + key], values[np.searchsorted(edges, given["floats"])])
 
 
 def same(got, wanted):
@@ -160,9 +162,9 @@ def test_integers_are_the_same_on_every_path(name, ran):
 def test_tables_by_the_oldest_byte_shuffle(tmp_path):
     """Portable integers, but SSSE3's shuffle of 16 bytes."""
     code = (
-        f"import sys; sys.path.insert(0, {str(OPS.parent)!r}); import jit_ops; found = jit_ops.matmul_sums(('nl4',))\n"
+        f"import sys; sys.path.insert(0, {str(OPS.parent)!r}); import jit_ops; found = jit_ops.matmul_sums(('nl5',))\n"
         "from halfbyte.quant.jit import target; features = target.current().features\n"
-        "print(target.current().dot, 'sse4.2' in features, (found['matmul_nl4'] == found['exact_nl4']).all())"
+        "print(target.current().dot, 'sse4.2' in features, (found['matmul_nl5'] == found['exact_nl5']).all())"
     )
     assert child(["-c", code], environment(tmp_path, NUMBA_CPU_NAME="x86-64-v2")).split() == ["portable", "True", "True"]
 
@@ -214,7 +216,7 @@ def test_other_processors_get_machine_code(triple, machine, cpu, features, path,
     first, *kernels = said.split("\nkernel ")
     assert first == f"path {path}"
     assembly = {text.split("\n", 1)[0]: text for text in kernels}
-    assert set(assembly) == {"matmul", "matmul nl4_16", "attention", "interpreter"}
+    assert set(assembly) == {"matmul", "matmul nl5", "attention", "interpreter"}
     for name, text in assembly.items():
         assert "\noutside ." in text, f"{name} needs {text.rsplit('outside', 1)[1]}"
         words = {line.split()[0] for line in text.split("\n") if line.startswith("\t") and line.strip()}
@@ -224,7 +226,7 @@ def test_other_processors_get_machine_code(triple, machine, cpu, features, path,
         else:
             assert {"bl", "blr"}.isdisjoint(words), f"{name} calls a function"
         assert (instruction in words or any(w.startswith(instruction + ".") for w in words)) == name.startswith("matmul")
-        assert any(w.startswith("tbl") for w in words) == (name == "matmul nl4_16"), "a table is one byte shuffle"
+        assert any(w.startswith("tbl") for w in words) == (name == "matmul nl5"), "a table is one byte shuffle"
         if name == "attention":
             assert any(w.startswith("fmla") for w in words) and any(w.startswith("fcvtl") for w in words)
 

@@ -161,6 +161,7 @@ TILE_BYTES = {
     "iq4_nl": 288,
     "q6_r": 400,
     "q5_r": 336,
+    "nl5": 336,
     "nl4_16": 280,
     "nl4": 272,
     "f32": 2048,
@@ -182,10 +183,15 @@ INTEGERS = {  # minimum?, kinds of planes, bias
 ROW_SCALED = {  # columns and bits of a scale, kinds of planes, bias
     "q6_r": (32, 8, ["nibbles", "pairs"], 32),
     "q5_r": (32, 8, ["nibbles", "fifth bits"], 16),
+    "nl5": (32, 8, ["nibbles", "fifth bits"], None),
     "nl4_16": (16, 6, ["nibbles"], None),
     "nl4": (32, 8, ["nibbles"], None),
 }
 LEVELS = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+LEVELS_5 = [
+    *(-127, -112, -99, -87, -77, -68, -59, -51, -44, -37, -31, -25, -19, -13, -7, -2),
+    *(4, 9, 14, 19, 25, 31, 37, 43, 50, 57, 65, 74, 84, 95, 108, 122),
+]
 
 
 def read_tile(kind: str, tile: bytes, row_numbers: bytes = b"") -> np.ndarray:
@@ -217,7 +223,7 @@ def read_tile(kind: str, tile: bytes, row_numbers: bytes = b"") -> np.ndarray:
                     code |= (tile[at + 64 * (v // 4) + b] >> 2 * (v % 4) & 3) << 4
                 at += 64 * PLANES[plane]
             assert at == len(tile)
-            out[r, c] = scale * np.float32(LEVELS[code] if bias is None else code - bias)
+            out[r, c] = scale * np.float32((LEVELS_5 if kind == "nl5" else LEVELS)[code] if bias is None else code - bias)
             if has_minimum:
                 out[r, c] += np.float32(struct.unpack_from("<e", tile, 32 + 2 * r)[0])
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import llvmlite.ir as ir
@@ -275,32 +276,66 @@ def _dot4_portable(b: ir.IRBuilder, acc: ir.Value, w: ir.Value, x: ir.Value) -> 
 # ---- tables -----------------------------------------------------------------------------------
 
 
-def lookup16(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Value:
-    """i32 lanes whose four bytes are codes 0..15 -> lanes whose bytes are table[code], numbers 0..255."""
+def lookup(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Value:
+    """i32 lanes whose four bytes are codes below 16 or 32 -> lanes whose bytes are table[code], numbers 0..255."""
     features, way, machine = target.current().features, target.current().dot, target.current().machine
-    bytes_ = b.bitcast(codes, ir.VectorType(_I8, 4 * codes.type.count))
+    bytes_, wide = b.bitcast(codes, ir.VectorType(_I8, 4 * codes.type.count)), len(table) == 32
+    if machine in ("aarch64", "arm64"):
+        name, pieces = f"llvm.aarch64.neon.tbl{len(table) // 16}.v16i8", [_table(table[i : i + 16], 16) for i in range(0, len(table), 16)]
+        return b.bitcast(_split(b, 16, lambda part: call(b, name, part.type, *pieces, part), bytes_), codes.type)
+    shuffle, size = None, 0
     if way == "vnni512":
-        found = call(b, "llvm.x86.avx512.pshuf.b.512", bytes_.type, _table(table, 64), bytes_)
+        shuffle, size = "llvm.x86.avx512.pshuf.b.512", 64
     elif way in ("vnni256", "avx2"):
-        found = _split(b, 32, lambda part: call(b, "llvm.x86.avx2.pshuf.b", part.type, _table(table, 32), part), bytes_)
-    elif machine in ("aarch64", "arm64"):
-        found = _split(b, 16, lambda part: call(b, "llvm.aarch64.neon.tbl1.v16i8", part.type, _table(table, 16), part), bytes_)
+        shuffle, size = "llvm.x86.avx2.pshuf.b", 32
     elif machine in ("x86_64", "amd64") and features & {"ssse3", "sse4.1", "sse4.2", "avx"}:
-        found = _split(b, 16, lambda part: call(b, "llvm.x86.ssse3.pshuf.b.128", part.type, _table(table, 16), part), bytes_)
-    else:  # one entry after another, where its code stands
+        shuffle, size = "llvm.x86.ssse3.pshuf.b.128", 16
+    if shuffle is None:  # one entry after another, where its code stands
         found = constant(bytes_.type, table[0])
         for code, entry in enumerate(table[1:], 1):
             here = b.icmp_unsigned("==", bytes_, constant(bytes_.type, code))
             found = b.select(here, constant(bytes_.type, entry), found)
+        return b.bitcast(found, codes.type)
+
+    def look(part: ir.Value, entries: tuple[int, ...]) -> ir.Value:
+        return call(b, shuffle, part.type, _table(entries, size), part)
+
+    def either(part: ir.Value) -> ir.Value:
+        """The shuffles go by the four lowest bits of a code and pass over the fifth."""
+        upper = b.icmp_unsigned("!=", b.and_(part, constant(part.type, 16)), constant(part.type, 0))
+        return b.select(upper, look(part, table[16:]), look(part, table[:16]))
+
+    found = _split(b, size, either if wide else lambda part: look(part, table), bytes_)
     return b.bitcast(found, codes.type)
 
 
 def staircase(b: ir.IRBuilder, x: ir.Value, edges: tuple[float, ...], values: tuple[float, ...]) -> ir.Value:
     """values[number of edges below x], for f32 lanes and ascending edges."""
+    if target.current().dot == "vnni512" and len(values) in (16, 32):
+        return _staircase_by_permutes(b, x, edges, values)
     found: ir.Value = constant(x.type, values[0])
     for edge, value in zip(edges, values[1:], strict=True):
         found = b.select(less(b, constant(x.type, edge), x), constant(x.type, value), found)
     return found
+
+
+def _staircase_by_permutes(b: ir.IRBuilder, x: ir.Value, edges: tuple[float, ...], values: tuple[float, ...]) -> ir.Value:
+    """A binary search, in which tables of 16 or 32 numbers are looked up by one instruction."""
+    ints = ir.VectorType(_I32, 16)
+
+    def look(numbers: tuple[float, ...], at: ir.Value) -> ir.Value:
+        parts = [ir.Constant(x.type, list(numbers[i : i + 16])) for i in range(0, len(numbers), 16)]
+        if len(parts) == 1:
+            return call(b, "llvm.x86.avx512.permvar.sf.512", x.type, parts[0], at)
+        return call(b, "llvm.x86.avx512.vpermi2var.ps.512", x.type, parts[0], at, parts[1])
+
+    padded, step = (*edges, math.inf), len(values) // 2
+    index: ir.Value = constant(ints, 0)
+    while step:
+        edge = look(padded, b.add(index, constant(ints, step - 1))) if 2 * step < len(values) else constant(x.type, edges[step - 1])
+        index = b.select(less(b, edge, x), b.add(index, constant(ints, step)), index)
+        step //= 2
+    return look(values, index)
 
 
 def _table(entries: tuple[int, ...], count: int) -> ir.Constant:

@@ -14,7 +14,7 @@ from typing import Any
 from numba import njit
 
 from .pipeline import KernelCompiler
-from .simd import F16, I8, I16, I32, iota, like, load_tile, lookup16, spread, to_f32, to_i32, to_u32
+from .simd import F16, I8, I16, I32, iota, like, load_tile, lookup, spread, to_f32, to_i32, to_u32
 
 inline: Any = njit(  # type: ignore[call-overload]
     forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True, pipeline_class=KernelCompiler
@@ -63,7 +63,7 @@ def scaled_piece(numbers: int, parts: tuple[str, ...], bias: int, table: tuple[i
     """The piece of a format whose tile is `numbers` times 16 f16 (scale, then minimum) and then planes (quant/layout.py).
 
     parts: names of layout parts in the tile's order: "Bytes", "Nibbles", "FifthBits", "TopPairs".
-    table: the levels of 16 codes, if they are uneven.
+    table: the levels of the codes, 16 or 32, if they are uneven.
     """
     codes, end = _codes(32 * numbers, parts, table, bias)
 
@@ -127,7 +127,7 @@ def _codes(at: int, parts: tuple[str, ...], table: tuple[int, ...] | None, bias:
 
     if table is None:
         return codes, at
-    level = lookup16(tuple(entry + bias for entry in table))
+    level = lookup(tuple(entry + bias for entry in table))
 
     @inline
     def levels(shape, address, stride, j):

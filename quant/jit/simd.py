@@ -257,11 +257,11 @@ dot4_full = _dot4(True)
 """dot4 for bytes of w up to 255; on processors without a mixed-sign dot product it costs twice as much."""
 
 
-def lookup16(table: tuple[int, ...]) -> Any:
-    """A function of i32 lanes: each of their bytes, a code 0..15, becomes table[code], a number 0..255. One byte shuffle."""
-    if len(table) != 16 or not all(0 <= entry < 256 for entry in table):
-        raise ValueError(f"a table of 16 bytes is needed, not {table}")
-    return _operation(lambda b, codes: emit.lookup16(b, codes, tuple(table)), 1, doc=f"bytes of i32 lanes, looked up in {table}")
+def lookup(table: tuple[int, ...]) -> Any:
+    """A function of i32 lanes: each of their bytes, a code, becomes table[code]; 16 or 32 numbers 0..255. One or two byte shuffles."""
+    if len(table) not in (16, 32) or not all(0 <= entry < 256 for entry in table):
+        raise ValueError(f"a table of 16 or 32 bytes is needed, not {table}")
+    return _operation(lambda b, codes: emit.lookup(b, codes, tuple(table)), 1, doc=f"bytes of i32 lanes, looked up in {table}")
 
 
 def staircase(edges: tuple[float, ...], values: tuple[float, ...]) -> Any:

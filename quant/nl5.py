@@ -1,0 +1,15 @@
+"""nl5: 5-bit codes of uneven levels, an 8-bit scale per 32 columns and a number per row: 5.25 bits per weight. Not a GGUF type."""
+
+from __future__ import annotations
+
+from .block import register
+from .layout import FIFTH_BITS, NIBBLES
+from .row_scaled import RowScaledIntegers
+from .scales import NL5_LEVELS, Table
+
+
+@register
+class NL5(RowScaledIntegers):
+    name = "nl5"
+    grid = Table(NL5_LEVELS)
+    parts = (NIBBLES, FIFTH_BITS)
