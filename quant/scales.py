@@ -185,11 +185,11 @@ NL4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 8
 
 
 NL5_LEVELS = (
-    -127, -112, -99, -87, -77, -68, -59, -51, -44, -37, -31, -25, -19, -13, -7, -2,
-    4, 9, 14, 19, 25, 31, 37, 43, 50, 57, 65, 74, 84, 95, 108, 122,
+    -127, -112, -99, -87, -77, -68, -59, -51, -44, -37, -30, -24, -18, -12, -6, 0,
+    5, 10, 15, 20, 26, 31, 37, 43, 50, 57, 65, 74, 84, 95, 108, 122,
 )  # fmt: skip
-"""The same for 32 levels: 0.65 v + 0.2 v³ + 0.15 v⁵ of evenly spaced v, each side up to its end. It leaves three quarters of the squared
-error of even levels in blocks of 32 weights, nearly all that a table fitted to the weights themselves gains.
+"""The same for 32 levels, with a zero: 0.65 v + 0.2 v³ + 0.15 v⁵ of evenly spaced v, each side stretched to its end. In blocks of 32 weights
+they leave three quarters of the squared error of even levels, 2 % more than levels fitted to the very weights.
 """
 
 
