@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .block import ROWS, BlockFormat, Scales
+from .cholesky import unit_factor
 from .encoders import encode, run_kernel
 from .errors import FormatError
 from .layout import group_rows, pad_columns
@@ -37,7 +38,7 @@ LOCAL_BYTES = 2 * BLOCK * 64
 """Scratch memory for one block of a group."""
 DAMPING = 0.01
 """What is added to the diagonal of H, as a share of its mean."""
-ROUNDS, PASSES = 3, 2
+ROUNDS, PASSES = 4, 2
 """Of feedback and descent, each from the scales that the one before has left; and of descent in each."""
 FIRM = (1e-9, 1e9)
 """Means of a diagonal between which float32 has room for all sums; others are brought near 1."""
@@ -52,7 +53,7 @@ class Hessian:
     damping     added to the diagonal
     unit        power of two that was divided out of the matrix
     order       int64[padded]: columns by rising diagonal
-    factor      float32[padded, padded]: rows of the Cholesky factor over their diagonal, below it
+    factor      float32[padded, padded]: below the diagonal, columns of the Cholesky factor over their diagonal
     importance  float32[columns]: the damped diagonal
     """
 
@@ -65,20 +66,26 @@ class Hessian:
     importance: np.ndarray
     _sums: dict[int, np.ndarray] = field(default_factory=dict)
 
+    @property
+    def dampings(self) -> np.ndarray:
+        """float32[padded]: damping of each column; 0 for padding, whose errors do not count."""
+        return np.where(np.arange(self.matrix.shape[0]) < self.columns, np.float32(self.damping), np.float32(0))
+
     def sums(self, shared: int) -> np.ndarray:
         """float32[padded / shared, 32]: damped H summed over each `shared` rows, for the columns of their block."""
         if shared not in self._sums:
             n = self.matrix.shape[0]
             blocks = np.stack([self.matrix[b : b + BLOCK, b : b + BLOCK] for b in range(0, n, BLOCK)]).astype(np.float64)
-            blocks += self.damping * np.eye(BLOCK)
+            blocks += self.dampings.reshape(-1, BLOCK, 1) * np.eye(BLOCK)
             self._sums[shared] = blocks.reshape(n // shared, shared, BLOCK).sum(axis=1).astype(np.float32)
         return self._sums[shared]
 
 
-def prepare(gram: np.ndarray, damping: float = DAMPING) -> Hessian | None:
+def prepare(gram: np.ndarray, damping: float = DAMPING, threads: int | None = None) -> Hessian | None:
     """float[columns, columns], symmetric: sum (or mean) of x xᵀ -> Hessian; None if it is zero, or nothing can be made of it.
 
     damping: share of the mean of the diagonal that is added to it. If H cannot be factored, ten times more, up to 1.
+    threads: None = the processors of this process; the result does not depend on it.
     Raises FormatError for what is no square matrix of finite numbers with a diagonal that is not negative.
     """
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.dtype.kind != "f":
@@ -102,25 +109,12 @@ def prepare(gram: np.ndarray, damping: float = DAMPING) -> Hessian | None:
     mean /= unit
     order = np.argsort(diagonal, kind="stable")
     while damping <= 1:
-        factor = _factor(matrix, damping * mean, order)
+        factor = unit_factor(matrix, damping * mean, order, threads)
         if factor is not None:
             importance = (diagonal[:columns] + damping * mean).astype(np.float32)
             return Hessian(columns, matrix, float(np.float32(damping * mean)), unit, order, factor, importance)
         damping *= 10
     return None
-
-
-def _factor(matrix: np.ndarray, damping: float, order: np.ndarray) -> np.ndarray | None:
-    ordered = matrix[np.ix_(order, order)].astype(np.float64)
-    ordered[np.diag_indices_from(ordered)] += damping
-    try:
-        lower = np.linalg.cholesky(ordered)
-    except np.linalg.LinAlgError:
-        return None
-    del ordered
-    lower /= lower.diagonal()
-    factor = lower.astype(np.float32)
-    return factor if np.isfinite(factor).all() else None
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,7 @@ def choose_codes(
     middles = (levels[1:] + levels[:-1]) / 2
     storage = _to_lanes(storage)
     out, losses = np.empty((groups, padded, ROWS), np.uint8), np.empty((groups, 2, ROWS), np.float32)
-    sums = hessian.sums(shared)
+    sums, dampings = hessian.sums(shared), hessian.dampings
     run_kernel(
         ("feedback_kernel", "even" if even else "table", "scale" if scales.minimum is None else "affine", kind, str(shared)),
         scratch_bytes(padded, shared),
@@ -173,7 +167,7 @@ def choose_codes(
         groups=groups,
         columns=padded,
         hessian=hessian.matrix.ctypes.data,
-        damping=hessian.damping,
+        damping=dampings.ctypes.data,
         factor=hessian.factor.ctypes.data,
         order=hessian.order.ctypes.data,
         sums=sums.ctypes.data,

@@ -37,7 +37,7 @@ from .jit.target import current
 
 FIELDS = """
 weights scales minima storage codes losses groups columns
-hessian damping:f32 factor order sums levels middles level_count first:f32 last:f32 top:f32
+hessian damping factor order sums levels middles level_count first:f32 last:f32 top:f32
 rounds passes scratch scratch_bytes
 """
 """
@@ -46,7 +46,8 @@ scales, minima     float32[groups, columns / scale columns, 16] in the units of 
 storage            float32[groups, 2, 16]: what a scale is multiplied with to get what is stored, and back
 codes              uint8[groups, columns, 16]
 losses             float32[groups, 2, 16]: of the nearest codes, and of the result
-hessian, damping   float32[columns, columns], symmetric; what is added to its diagonal
+hessian, damping   float32[columns, columns], symmetric; float32[columns], what is added to its diagonal: 0 for padding, whose errors do
+                   not count
 factor             float32[columns, columns]: row k, columns j < k: what a unit of error in column order[k] adds to column order[j]
 order              int64[columns]
 sums               float32[columns / scale columns, 32]: damped hessian summed over the rows of a group of columns, for the 32 of its block
@@ -145,7 +146,7 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
         for g in range(count):
             for k in range(a.columns):
                 at = g * x_bytes + 64 * k
-                store(gradient + at, load(F32, rest + at) * a.damping)
+                store(gradient + at, load(F32, rest + at) * load_f32(a.damping + 4 * k))
         for b in range(0, a.columns, BLOCK):
             spread_changes(gradient, x_bytes, rest + 64 * b, x_bytes, count, a.hessian + 4 * b * a.columns, 4 * a.columns, 0, a.columns)
 
@@ -195,30 +196,29 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
     # ---- coordinate descent --------------------------------------------------------------------------------------------
 
     @inline
-    def descend_codes(a, matrix, scale, levels, gradient, changes, first):
+    def descend_codes(a, matrix, damping, scale, levels, gradient, changes, first):
         """Each column of those that share a scale to the level that is best while all others stay."""
         inverse = inverse_or_zero(scale)
         for k in range(first, first + shared):
-            row = matrix + 4 * k * a.columns
-            curvature = load_f32(row + 4 * k) + a.damping
-            level, slope = load(F32, levels + 64 * k), load(F32, gradient + 64 * k)
-            better = nearest(a, fma(slope * (1.0 / curvature), inverse, level))
-            change = scale * (level - better)
-            if lanes_max(absolute(change)) > 0.0:
-                store(levels + 64 * k, better)
-                store(changes + 64 * k, load(F32, changes + 64 * k) + change)
-                for j in range(BLOCK):
-                    store(gradient + 64 * j, fma(change, zeros(F32) + load_f32(row + 4 * j), load(F32, gradient + 64 * j)))
-                store(gradient + 64 * k, fma(change, zeros(F32) + a.damping, load(F32, gradient + 64 * k)))
+            row, own = matrix + 4 * k * a.columns, load_f32(damping + 4 * k)
+            if own > 0.0:
+                level, slope = load(F32, levels + 64 * k), load(F32, gradient + 64 * k)
+                better = nearest(a, fma(slope * (1.0 / (load_f32(row + 4 * k) + own)), inverse, level))
+                change = scale * (level - better)
+                if lanes_max(absolute(change)) > 0.0:
+                    store(levels + 64 * k, better)
+                    store(changes + 64 * k, load(F32, changes + 64 * k) + change)
+                    for j in range(BLOCK):
+                        store(gradient + 64 * j, fma(change, zeros(F32) + load_f32(row + 4 * j), load(F32, gradient + 64 * j)))
+                    store(gradient + 64 * k, fma(change, zeros(F32) + own, load(F32, gradient + 64 * k)))
 
     @inline
-    def descend_scale(a, matrix, sums, scales, minima, units, levels, gradient, changes, product, first):
+    def descend_scale(a, matrix, damping, sums, scales, minima, units, levels, gradient, changes, product, first):
         """The scale (and minimum) that are best while codes stay, rounded to storage; taken where they lessen the loss."""
         for j in range(BLOCK):
             store(product + 64 * j, zeros(F32))
         for k in range(first, first + shared):
-            level = load(F32, levels + 64 * k)
-            store(product + 64 * k, fma(level, zeros(F32) + a.damping, load(F32, product + 64 * k)))
+            store(product + 64 * k, load(F32, levels + 64 * k) * load_f32(damping + 4 * k))
         for j in range(0, BLOCK, width):
             total = load_tile(Tile, product + 64 * j, 64)
             for k in range(first, first + shared):
@@ -266,17 +266,19 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
     def descend(a, b, scales, minima, units, levels, gradient, changes):
         """One block: codes and scales in turn, with only its own 32 columns of the gradient kept up to date."""
         matrix = a.hessian + 4 * (b * a.columns + b)
-        levels, gradient = levels + 64 * b, gradient + 64 * b
+        damping, levels, gradient = a.damping + 4 * b, levels + 64 * b, gradient + 64 * b
         product = changes + 64 * BLOCK
         for k in range(BLOCK):
             store(changes + 64 * k, zeros(F32))
         for first in range(0, BLOCK, shared):
             at = (b + first) // shared
-            descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
+            descend_codes(a, matrix, damping, load(F32, scales + 64 * at), levels, gradient, changes, first)
             if movable:
                 sums = a.sums + 4 * BLOCK * at
-                descend_scale(a, matrix, sums, scales + 64 * at, minima + 64 * at, units, levels, gradient, changes, product, first)
-                descend_codes(a, matrix, load(F32, scales + 64 * at), levels, gradient, changes, first)
+                descend_scale(
+                    a, matrix, damping, sums, scales + 64 * at, minima + 64 * at, units, levels, gradient, changes, product, first
+                )
+                descend_codes(a, matrix, damping, load(F32, scales + 64 * at), levels, gradient, changes, first)
 
     # ---- all of it -------------------------------------------------------------------------------------------------------
 
@@ -346,8 +348,15 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
                     )  # fmt: skip
 
             for g in range(count):
-                codes = a.codes + 16 * (first + g) * a.columns
+                codes, s = a.codes + 16 * (first + g) * a.columns, g * s_bytes
                 for k in range(a.columns):
-                    store(codes + 16 * k, to_bytes(index(a, load(F32, best_levels + g * x_bytes + 64 * k))))
+                    level = load(F32, best_levels + g * x_bytes + 64 * k)
+                    if load_f32(a.damping + 4 * k) == 0.0:
+                        at = 64 * (k // shared)
+                        level = zeros(F32)
+                        if affine:
+                            level = level - load(F32, best_minima + s + at)
+                        level = nearest(a, level * inverse_or_zero(load(F32, best_scales + s + at)))
+                    store(codes + 16 * k, to_bytes(index(a, level)))
 
     return kernel

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from halfbyte.quant import FormatError, get_format
 from halfbyte.quant.block import Scales
+from halfbyte.quant.cholesky import unit_factor
 from halfbyte.quant.encoders import encode
 from halfbyte.quant.feedback import choose_codes, prepare
 
@@ -187,6 +188,18 @@ def test_columns_never_active_are_rounded_and_padding_is_nothing(name):
     nearest = np.abs(values[:, 5] - w[:, 5, None]).min(axis=1)
     np.testing.assert_allclose(np.abs(decoded[:, 5] - w[:, 5]), nearest, rtol=1e-3, atol=1e-7)
     np.testing.assert_allclose(np.abs(decoded[:, 71:]), np.abs(values[:, 71:]).min(axis=-1), rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("columns", [32, 64, 96, 352])
+def test_the_factor_is_numpys_on_any_number_of_threads(columns):
+    gram = inputs(columns, tokens=columns // 2)
+    order = np.random.default_rng(2).permutation(columns)
+    damping = 0.01 * gram.diagonal().mean()
+    lower = np.linalg.cholesky(damped(gram, damping)[np.ix_(order, order)])
+    found = np.tril(unit_factor(gram, damping, order, threads=1))
+    np.testing.assert_allclose(found, lower / lower.diagonal(), rtol=1e-3, atol=1e-4 * np.abs(lower / lower.diagonal()).max())
+    for threads in (2, 5):
+        np.testing.assert_array_equal(np.tril(unit_factor(gram, damping, order, threads)), found)
 
 
 def test_a_hessian_that_cannot_be_factored_gets_more_damping():
