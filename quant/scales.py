@@ -188,7 +188,7 @@ NL5_LEVELS = (
     -127, -112, -99, -87, -77, -68, -59, -51, -44, -37, -30, -24, -18, -12, -6, 0,
     5, 10, 15, 20, 26, 31, 37, 43, 50, 57, 65, 74, 84, 95, 108, 122,
 )  # fmt: skip
-"""The same for 32 levels, with a zero: 0.65 v + 0.2 v³ + 0.15 v⁵ of evenly spaced v, each side stretched to its end. In blocks of 32 weights
+"""The same for 32 levels, with a zero: 0.65 v + 0.2 v³ + 0.15 v⁵ of evenly spaced v, each side up to its end. In blocks of 32 weights
 they leave three quarters of the squared error of even levels, 2 % more than levels fitted to the very weights.
 """
 
