@@ -2,9 +2,8 @@
 
 Templates are Jinja programs that come with a checkpoint. They run as transformers runs them: in Jinja's immutable sandbox, with
 loop controls, the `generation` tag, `tojson` that escapes neither HTML nor non-ASCII, `raise_exception` and `strftime_now`, and
-with messages whose null fields are left out. The sandbox keeps a template from reaching Python. Rounds of loops, calls and what
-operators make are limited besides, as a checkpoint is not to be trusted; a template can still take a lot of memory, so templates
-are never taken from requests.
+with messages whose null fields are left out. The sandbox keeps a template from reaching Python, and `sandbox` keeps it from taking
+more than a little time and memory, as a checkpoint is not to be trusted.
 
 A checkpoint without a template has none: nothing is guessed from the names of its tokens, and its user continues plain text.
 
@@ -14,7 +13,6 @@ A checkpoint without a template has none: nothing is guessed from the names of i
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,10 +20,8 @@ from ..formats.errors import printable, some
 from ..quant.errors import HalfbyteError
 from .tokenizer import Tokenizer
 
-MAX_SIZE = 1 << 24
-"""Longest text or list, and most bits of a number, that an operator may make in a template."""
-MAX_STEPS = 300_000
-"""Most rounds of loops and calls in one rendering; real templates take a few for each message."""
+MAX_SOURCE = 1 << 18
+"""Most characters of a template; real ones have up to 20,000."""
 
 Message = Mapping[str, Any]
 
@@ -135,8 +131,13 @@ class _Compiled:
     """One template, and what kind of content it takes: text, lists of parts or both. Found out by trying, when it matters."""
 
     def __init__(self, source: str) -> None:
-        self._environment = environment = _environment()
-        self._template = _guarded(lambda: environment.from_string(source))
+        from .sandbox import environment
+
+        if len(source) > MAX_SOURCE:
+            raise TemplateError(f"chat template: it has {len(source)} characters; at most {MAX_SOURCE} are read")
+        made = self._environment = environment()
+        made.begin()
+        self._template = _guarded(lambda: made.from_string(source))
         self._takes_parts: bool | None = None
         self._takes_text: bool | None = None if _LOOPS_OVER_CONTENT.search(source) else True
 
@@ -175,117 +176,6 @@ class _Compiled:
         except TemplateError:
             return False
         return _PROBE in text and f"'{_PROBE}'" not in text and f'"{_PROBE}"' not in text
-
-
-def _environment() -> Any:
-    """Jinja's environment as transformers sets it up, with limits on steps and sizes."""
-    import json
-    from datetime import datetime
-
-    from jinja2 import nodes
-    from jinja2.exceptions import SecurityError
-    from jinja2.exceptions import TemplateError as JinjaError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.utils import Namespace
-    from jinja2.visitor import NodeTransformer
-
-    class Generation(Extension):
-        """{% generation %} … {% endgeneration %} marks what the assistant wrote, for training; here it is just its content."""
-
-        tags = {"generation"}  # noqa: RUF012  (the base class wants it so)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-    class Limiter(NodeTransformer):
-        """Puts `rounds` around what a loop runs over, and `joined` in the place of `~`."""
-
-        def visit_For(self, node: Any) -> Any:
-            node = self.generic_visit(node)
-            node.iter = self._call("rounds", [node.iter], node.lineno)
-            return node
-
-        def visit_Concat(self, node: Any) -> Any:
-            node = self.generic_visit(node)
-            return self._call("joined", node.nodes, node.lineno)
-
-        def _call(self, name: str, arguments: list[Any], line: int) -> Any:
-            return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=line)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "+"})
-        steps = threading.local()
-
-        def begin(self) -> None:
-            self.steps.left = MAX_STEPS
-
-        def take(self, count: int) -> None:
-            self.steps.left = getattr(self.steps, "left", MAX_STEPS) - count
-            if self.steps.left < 0:
-                raise SecurityError(f"it takes more than {MAX_STEPS} steps")
-
-        def rounds(self, items: Any) -> Any:
-            """What a loop runs over, with its rounds counted."""
-            if hasattr(items, "__len__"):
-                self.take(len(items))
-                return items
-            return self._one_by_one(items)
-
-        def _one_by_one(self, items: Any) -> Iterator[Any]:
-            for item in items:
-                self.take(1)
-                yield item
-
-        def joined(self, *parts: Any) -> str:
-            """What `~` makes."""
-            texts = [str(part) for part in parts]
-            self._limit("~", sum(map(len, texts)))
-            return "".join(texts)
-
-        def _limit(self, operator: str, size: int) -> None:
-            if size > MAX_SIZE:
-                raise SecurityError(f"{operator} would make something larger than {MAX_SIZE}")
-
-        def _generate(self, source: Any, *arguments: Any, **options: Any) -> str:
-            return super()._generate(Limiter().visit(source), *arguments, **options)
-
-        def call(__self, __context: Any, __object: Any, *arguments: Any, **named: Any) -> Any:
-            __self.take(1)
-            return super().call(__context, __object, *arguments, **named)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sequences = [isinstance(x, (str, list, tuple)) for x in (left, right)]
-            if operator == "+" and all(sequences):
-                self._limit(operator, len(left) + len(right))
-            elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-                self._limit(operator, left.bit_length() * right)
-            elif operator == "*" and any(sequences) and isinstance(left, int) | isinstance(right, int):
-                self._limit(operator, left * len(right) if sequences[1] else len(left) * right)
-            return super().call_binop(context, operator, left, right)
-
-    class PlainNamespace(Namespace):
-        def __setitem__(self, name: str, value: Any) -> None:
-            if str(name).startswith("_"):
-                raise SecurityError(f"a namespace takes no names that begin with an underscore, such as {name!r}")
-            super().__setitem__(name, value)
-
-    def tojson(
-        value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-    ) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def raise_exception(message: str) -> None:
-        raise JinjaError(message)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    environment.globals["dict"] = lambda *entries, **named: dict(*entries, **named)
-    environment.globals["namespace"] = PlainNamespace
-    return environment
 
 
 def _guarded(run: Callable[[], Any]) -> Any:
