@@ -12,4 +12,4 @@ from .scales import NL5_LEVELS, Table
 class NL5(RowScaledIntegers):
     name = "nl5"
     grid = Table(NL5_LEVELS)
-    parts = (NIBBLES, FIFTH_BITS)
+    parts = (FIFTH_BITS, NIBBLES)

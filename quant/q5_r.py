@@ -12,4 +12,4 @@ from .scales import SignedMax
 class Q5_R(RowScaledIntegers):
     name = "q5_r"
     grid = SignedMax(5)
-    parts = (NIBBLES, FIFTH_BITS)
+    parts = (FIFTH_BITS, NIBBLES)

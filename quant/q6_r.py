@@ -12,4 +12,4 @@ from .scales import SignedMax
 class Q6_R(RowScaledIntegers):
     name = "q6_r"
     grid = SignedMax(6)
-    parts = (NIBBLES, TOP_PAIRS)
+    parts = (TOP_PAIRS, NIBBLES)

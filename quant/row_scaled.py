@@ -45,7 +45,8 @@ class RowScaledIntegers(BlockFormat):
     Attributes of a subclass
     ------------------------
     grid           the levels, and how a scale is chosen
-    parts          what a block holds after its scales' codes, in order; a tile's planes come in this order too
+    parts          what a block holds after its scales' codes, in order; a tile's planes come in this order too. Those of which a
+                   kernel needs one for several others come first: it then reads memory in order, which can double its speed
     scale_columns  32 or 16
     scale_bits     of a scale's code: 8, or 6 where 16 columns share a scale
     method         the default of `encode`

@@ -181,9 +181,9 @@ INTEGERS = {  # minimum?, kinds of planes, bias
 
 
 ROW_SCALED = {  # columns and bits of a scale, kinds of planes, bias
-    "q6_r": (32, 8, ["nibbles", "pairs"], 32),
-    "q5_r": (32, 8, ["nibbles", "fifth bits"], 16),
-    "nl5": (32, 8, ["nibbles", "fifth bits"], None),
+    "q6_r": (32, 8, ["pairs", "nibbles"], 32),
+    "q5_r": (32, 8, ["fifth bits", "nibbles"], 16),
+    "nl5": (32, 8, ["fifth bits", "nibbles"], None),
     "nl4_16": (16, 6, ["nibbles"], None),
     "nl4": (32, 8, ["nibbles"], None),
 }

@@ -283,6 +283,9 @@ def lookup(b: ir.IRBuilder, codes: ir.Value, table: tuple[int, ...]) -> ir.Value
     if machine in ("aarch64", "arm64"):
         name, pieces = f"llvm.aarch64.neon.tbl{len(table) // 16}.v16i8", [_table(table[i : i + 16], 16) for i in range(0, len(table), 16)]
         return b.bitcast(_split(b, 16, lambda part: call(b, name, part.type, *pieces, part), bytes_), codes.type)
+    if wide and way == "vnni512" and "avx512vbmi" in features:
+        found = call(b, "llvm.x86.avx512.permvar.qi.512", bytes_.type, _table(table, 64), bytes_)
+        return b.bitcast(found, codes.type)
     shuffle, size = None, 0
     if way == "vnni512":
         shuffle, size = "llvm.x86.avx512.pshuf.b.512", 64
@@ -339,4 +342,4 @@ def _staircase_by_permutes(b: ir.IRBuilder, x: ir.Value, edges: tuple[float, ...
 
 
 def _table(entries: tuple[int, ...], count: int) -> ir.Constant:
-    return ir.Constant(ir.VectorType(_I8, count), list(entries) * (count // 16))
+    return ir.Constant(ir.VectorType(_I8, count), list(entries) * (count // len(entries)))
