@@ -60,12 +60,27 @@ def gguf_keys(
     if kind != "BPE" or not isinstance(model["vocab"], dict):
         raise TokenizerError(f"tokenizer.json: model: GGUF cannot hold a tokenizer of type {printable(kind)!r}, only BPE")
     _refuse_unless_plain(model)
+    try:
+        keys = _keys(source, model, config, generation or {}, vocabulary_size, notes)
+    except (TypeError, AttributeError, LookupError) as error:  # JSON, but not of the kind that it should be
+        raise TokenizerError(f"tokenizer.json: not understood: {printable(error)}") from error
+    if chat_template:
+        from .huggingface import template_keys
 
+        keys |= template_keys(chat_template)
+    _check(tokenizer_json, keys)
+    return keys
+
+
+def _keys(
+    source: Mapping[str, Any], model: Mapping[str, Any], config: Mapping[str, Any], generation: Mapping[str, Any],
+    vocabulary_size: int | None, notes: list[str],
+) -> dict[str, Any]:  # fmt: skip
     vocabulary, added = _vocabulary(model["vocab"], source)
+    merges = _merges(model)
     sentencepiece = _is_sentencepiece(source)
     tokens, types = _tokens(vocabulary, added, model, sentencepiece, vocabulary_size, notes)
     keys: dict[str, Any] = {"tokenizer.ggml.model": "llama" if sentencepiece else "gpt2"}
-    merges = _merges(model)
     if sentencepiece:
         keys["tokenizer.ggml.pre"] = "default"
         keys["tokenizer.ggml.scores"] = _scores(tokens, merges)
@@ -77,12 +92,7 @@ def gguf_keys(
         _note_normalizer(source.get("normalizer"), notes)
     keys["tokenizer.ggml.tokens"] = tokens
     keys["tokenizer.ggml.token_type"] = np.array(types, np.int32)
-    keys |= _special_keys(source, config, generation or {}, {token: i for i, token in enumerate(tokens)}, model)
-    if chat_template:
-        from .huggingface import template_keys
-
-        keys |= template_keys(chat_template)
-    _check(tokenizer_json, keys)
+    keys |= _special_keys(source, config, generation, {token: i for i, token in enumerate(tokens)}, model)
     return keys
 
 
@@ -207,7 +217,8 @@ def _special_keys(
 ) -> dict[str, Any]:  # fmt: skip
     def named(name: str) -> int | None:
         value = config.get(name)
-        return ids.get(value.get("content") if isinstance(value, Mapping) else value)  # type: ignore[arg-type]
+        content = value.get("content") if isinstance(value, Mapping) else value
+        return ids.get(content) if isinstance(content, str) else None
 
     def generated(name: str) -> list[int]:
         value = generation.get(name)
