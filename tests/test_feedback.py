@@ -72,7 +72,7 @@ def plain_gptq(block_format, w: np.ndarray, h: np.ndarray, scales: Scales) -> np
 def test_feedback_is_gptq(name):
     """Codes of the two agree but where float32 rounds another way, after which a row may go on differently."""
     block_format, w, gram = get_format(name), weights(48, 96), inputs(96)
-    hessian = prepare(gram)
+    hessian = prepare(gram, 0.01)
     h = damped(gram, hessian.damping)
     scales, _ = block_format.unpack(encode(block_format, w, "blocks", importance=hessian.importance, method="search").data)
     oracle = plain_gptq(block_format, w, h, scales)
@@ -90,7 +90,7 @@ def test_feedback_is_gptq(name):
 def test_each_step_gains(name):
     """Feedback halves the loss of search, descent never adds to that of feedback, rounds never to that of the first."""
     block_format, w, gram = get_format(name), weights(40, 128), inputs(128)
-    hessian = prepare(gram)
+    hessian = prepare(gram, 0.01)
     losses = [choose_codes(block_format, w, hessian, rounds=r, passes=p).loss[1] for r, p in ((0, 0), (1, 0), (1, 1), (1, 2), (1, 6))]
     for before, after in itertools.pairwise(losses):
         assert (after <= before * (1 + 1e-4)).all()
@@ -205,8 +205,7 @@ def test_the_factor_is_numpys_on_any_number_of_threads(columns):
 def test_a_hessian_that_cannot_be_factored_gets_more_damping():
     gram = np.eye(32, dtype=np.float32)
     gram[0, 1] = gram[1, 0] = 1.05  # no sum of squares: the least eigenvalue is -0.05
-    hessian = prepare(gram)
-    assert hessian.damping == pytest.approx(0.1)
+    assert prepare(gram, 0.01).damping == pytest.approx(0.1)
     gram[0, 1] = gram[1, 0] = 5
     assert prepare(gram) is None
 
