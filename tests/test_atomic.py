@@ -170,7 +170,8 @@ except OutputError as error:
 
 
 CHILD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
 from halfbyte.formats.atomic import atomic_file, atomic_folder
 with {call}({path!r}) as out:
     (out / "x").write_text("x") if hasattr(out, "joinpath") else out.write(b"partial")

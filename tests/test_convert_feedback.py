@@ -302,10 +302,11 @@ def test_statistics_of_qcalibrate(tmp_path, folder):
     assert status == 0, err
     with open_checkpoint(tmp_path / "a.hbf") as by_file, open_checkpoint(tmp_path / "b.hbf") as by_text:
         for name, tensor in by_text.tensors.items():
-            # Gram matrices in files are rounded to 16 bits, which now and then tips a code.
+            # Gram matrices in files are rounded to 16 bits, which now and then tips a code, and what it tips is fed back; other inputs
+            # would change a third of the bytes.
             assert tensor.recorded["method"] == by_file.tensors[name].recorded["method"]
             if not tensor.vector:
-                assert (tensor.tiles() != by_file.tensors[name].tiles()).mean() < 0.05, name
+                assert (tensor.tiles() != by_file.tensors[name].tiles()).mean() < 0.15, name
         assert json.loads(by_file.metadata["halfbyte.calibration"])["statistics"] == "s.safetensors"
     status, _, err = run(folder, "--method", "feedback", "--calibrate", stats, "--tokens", 5, "-o", tmp_path / "c.hbf")
     assert status == 2 and "holds statistics" in err
