@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from ..formats.metadata import Metadata
-from ..formats.rope import DYNAMIC_FACTOR, yarn_attention
+from ..formats.metadata import CheckpointError, Metadata
+from ..formats.rope import DYNAMIC_FACTOR, FACTORS, yarn_attention
 
 
 class RopeTable:
@@ -58,6 +58,8 @@ def rope_table(metadata: Metadata, arch: str, factors: np.ndarray | None, contex
     frequencies = 1.0 / base ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
     amplitude = 1.0
     if factors is not None:
+        if not ((factors > 1e-6) & (factors < 1e9)).all():  # false for NaN as well
+            raise CheckpointError(f"{metadata.source}: {FACTORS}: holds numbers that frequencies cannot be divided by; convert the model anew")
         frequencies = frequencies / np.asarray(factors, np.float64)
     kind = metadata.get(f"{arch}.rope.scaling.type", "none", str)
     if kind == "linear":

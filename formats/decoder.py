@@ -168,13 +168,13 @@ class Decoder(Family):
         if kind not in ("none", "linear", "yarn"):
             raise rope.UnsupportedRopeError(f"{metadata.source}: '{arch}.rope.scaling.type' {kind!r:.60} is not supported")
         if kind != "none":
-            metadata.number(f"{arch}.rope.scaling.factor", low=1e-3, high=1e6)
+            metadata.number(f"{arch}.rope.scaling.factor", *rope.FACTOR_RANGE)
         base = f"{arch}.rope.freq_base"
         if not metadata.has(base):
             notes.append(f"{metadata.source} has no '{base}'; 10000 is used, as llama.cpp does")
         added[base] = metadata.number(base, default=10000.0)
-        if kind == "yarn" and added[base] <= 1:
-            raise rope.UnsupportedRopeError(f"{metadata.source}: {metadata.spelled(base)!r} is {added[base]:g}; yarn needs one above 1")
+        if kind == "yarn":
+            rope.refuse_yarn_base(added[base], metadata.source, metadata.spelled(base))
         metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", high=1.0)
         metadata.count(f"{arch}.context_length")
         if not metadata.has(f"{arch}.vocab_size"):

@@ -24,11 +24,19 @@ _LLAMA3 = {
     "original_max_position_embeddings": "halfbyte.rope.llama3.original_context_length",
 }
 _DEFAULT_BASE = 10000.0
+FACTOR_RANGE = 1e-3, 1e6
+"""Scaling factors that make sense; far outside of it frequencies are no longer finite."""
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 class UnsupportedRopeError(CheckpointError):
     """A rope_type that is not understood; running the model without it would give wrong text."""
+
+
+def refuse_yarn_base(base: float, where: str, key: str) -> None:
+    """Raises UnsupportedRopeError for a base that yarn's formulas have no logarithm for."""
+    if base <= 1:
+        raise UnsupportedRopeError(f"{where}: {key!r} is {base:g}; yarn needs one above 1")
 
 
 def parameters(config: Metadata) -> Metadata:
@@ -62,20 +70,22 @@ def to_gguf(config: Metadata, arch: str, dimensions: int) -> tuple[dict[str, Any
     scaling = f"{arch}.rope.scaling"
     match rope["rope_type"]:
         case "linear":
-            keys |= {f"{scaling}.type": "linear", f"{scaling}.factor": rope.number("factor")}
+            keys |= {f"{scaling}.type": "linear", f"{scaling}.factor": rope.number("factor", *FACTOR_RANGE)}
         case "dynamic":
-            keys[DYNAMIC_FACTOR] = rope.number("factor")
+            keys[DYNAMIC_FACTOR] = rope.number("factor", *FACTOR_RANGE)
         case "yarn":
+            refuse_yarn_base(base, config.source, rope.spelled("rope_theta"))
             keys |= _yarn(config, rope, scaling)
         case "llama3":
-            keys |= {ours: rope.number(name) for name, ours in _LLAMA3.items()}
+            keys |= {ours: rope.number(name, high=1e9) for name, ours in _LLAMA3.items()}
+            rope.number("factor", *FACTOR_RANGE)
             factor, low, high, original = (keys[ours] for ours in _LLAMA3.values())
             factors = llama3_factors(base, dimensions, factor, low, high, original, config.source)
     return keys, factors, notes
 
 
 def _yarn(config: Metadata, rope: Metadata, scaling: str) -> dict[str, Any]:
-    factor = rope.number("factor")
+    factor = rope.number("factor", *FACTOR_RANGE)
     original = rope.count("original_max_position_embeddings", default=config.count("max_position_embeddings"))
     if rope.get("truncate", True, bool) is False:
         raise UnsupportedRopeError(f"{rope.source}: yarn with 'truncate' false is not supported")
