@@ -59,7 +59,7 @@ def rope_table(metadata: Metadata, arch: str, factors: np.ndarray | None, contex
     amplitude = 1.0
     if factors is not None:
         if not ((factors > 1e-6) & (factors < 1e9)).all():  # false for NaN as well
-            raise CheckpointError(f"{metadata.source}: {FACTORS}: holds numbers that frequencies cannot be divided by; convert the model anew")
+            raise CheckpointError(f"{metadata.source}: {FACTORS}: frequencies cannot be divided by what it holds; convert the model anew")
         frequencies = frequencies / np.asarray(factors, np.float64)
     kind = metadata.get(f"{arch}.rope.scaling.type", "none", str)
     if kind == "linear":

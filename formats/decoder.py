@@ -172,7 +172,7 @@ class Decoder(Family):
         base = f"{arch}.rope.freq_base"
         if not metadata.has(base):
             notes.append(f"{metadata.source} has no '{base}'; 10000 is used, as llama.cpp does")
-        added[base] = metadata.number(base, default=10000.0)
+        added[base] = metadata.number(base, low=rope.LEAST_BASE, default=10000.0)
         if kind == "yarn":
             rope.refuse_yarn_base(added[base], metadata.source, metadata.spelled(base))
         metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", high=1.0)

@@ -26,6 +26,7 @@ _LLAMA3 = {
 _DEFAULT_BASE = 10000.0
 FACTOR_RANGE = 1e-3, 1e6
 """Scaling factors that make sense; far outside of it frequencies are no longer finite."""
+LEAST_BASE = 1e-3
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
@@ -64,7 +65,7 @@ def to_gguf(config: Metadata, arch: str, dimensions: int) -> tuple[dict[str, Any
     notes = []
     if not rope.has("rope_theta"):
         notes.append(f"{config.source} has no 'rope_theta'; {_DEFAULT_BASE:g} is used, as transformers does")
-    base = rope.number("rope_theta", default=_DEFAULT_BASE)
+    base = rope.number("rope_theta", low=LEAST_BASE, default=_DEFAULT_BASE)
     keys: dict[str, Any] = {f"{arch}.rope.freq_base": base, f"{arch}.rope.dimension_count": dimensions}
     factors = None
     scaling = f"{arch}.rope.scaling"
