@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -26,6 +27,11 @@ def run(main: Callable[[], int | None]) -> int:
     Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_TRACEBACK=1 in the environment lets
     the traceback through instead.
     """
+    with _Interrupt() as interrupt:
+        return _run(main, interrupt)
+
+
+def _run(main: Callable[[], int | None], interrupt: _Interrupt) -> int:
     debug = any(os.environ.get(name, "") not in ("", "0") for name in ("HALFBYTE_TRACEBACK", "HALFBYTE_DEBUG"))
     try:
         status = main() or 0
@@ -59,6 +65,8 @@ def run(main: Callable[[], int | None]) -> int:
         print_error(f"{where}{error.strerror or error}")
     except Exception as error:
         kind = type(error).__name__
+        if interrupt.pressed:  # in the middle of an import of C code, which makes an ImportError of it
+            return INTERRUPTED
         if hasattr(error, "format_message"):  # typer: the command line
             print_error(error.format_message())
             context = getattr(error, "ctx", None)
@@ -71,6 +79,28 @@ def run(main: Callable[[], int | None]) -> int:
             raise
         print_error(f"a defect in halfbyte, please report it: {kind}: {error} (HALFBYTE_TRACEBACK=1 shows where)")
     return FAILED
+
+
+class _Interrupt:
+    """While it is entered, Ctrl-C raises KeyboardInterrupt as usual, and is remembered."""
+
+    def __enter__(self) -> _Interrupt:
+        self.pressed = False
+        try:
+            self._replaced = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            if self._replaced:
+                signal.signal(signal.SIGINT, self._press)
+        except ValueError:  # not in the main thread
+            self._replaced = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._replaced:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _press(self, number: int, frame: object) -> None:
+        self.pressed = True
+        raise KeyboardInterrupt
 
 
 def print_error(error: object) -> None:
