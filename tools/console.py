@@ -27,8 +27,27 @@ def run(main: Callable[[], int | None]) -> int:
     Whatever goes wrong becomes one line on stderr that begins with "error: ". HALFBYTE_TRACEBACK=1 in the environment lets
     the traceback through instead.
     """
+    _prepare_streams()
     with _Interrupt() as interrupt:
         return _run(main, interrupt)
+
+
+def _prepare_streams() -> None:
+    """Makes printing safe: a stream that was closed takes everything and shows nothing, and characters that the encoding of a stream does
+    not have are written as escapes. The number of a closed stream must not become that of a file that is opened later."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream = getattr(sys, name)
+        if stream is None:
+            try:
+                descriptor = os.open(os.devnull, os.O_RDWR)
+                if descriptor > 2:
+                    os.close(descriptor)
+                if number:
+                    setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as the process lives)
+            except OSError:
+                pass
+        elif number and getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(main: Callable[[], int | None], interrupt: _Interrupt) -> int:

@@ -63,6 +63,9 @@ def _bias(text: str) -> tuple[int, float]:
 MOST_TOKENS = 1024
 """Where an answer ends unless told otherwise: a small model may repeat itself for ever."""
 
+LONGEST_PROMPT = 1 << 24
+"""Most bytes that are read from stdin: several million tokens."""
+
 SAMPLING = (
     # option, another spelling, field of SamplingParams, type, metavar, help
     ("--max-tokens", "-n", "max_tokens", _whole(0), "N", f"the most tokens of an answer (default {MOST_TOKENS})"),
@@ -216,7 +219,10 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
         return None
     if sys.stdin is None:
         raise UsageError("no PROMPT given, and stdin is closed")
-    text = sys.stdin.buffer.read().decode("utf-8", "replace")
+    data = sys.stdin.buffer.read(LONGEST_PROMPT + 1)
+    if len(data) > LONGEST_PROMPT:
+        raise UsageError(f"the prompt on stdin is longer than {LONGEST_PROMPT >> 20} MiB, more than any model reads; shorten it")
+    text = data.decode("utf-8", "replace")
     if not text:
         raise UsageError("no PROMPT given, and nothing came on stdin")
     return text.removesuffix("\n").removesuffix("\r")
