@@ -25,6 +25,9 @@ def fetch_model(name: str, tell: Callable[[str], None] = lambda text: None) -> P
     What the hub's cache has is not fetched again; without a network the cache alone is looked at.
     tell: called with a sentence before something is fetched. Raises HubError.
     """
+    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if not _is_address(host):  # huggingface_hub would stumble over it while it is imported
+        raise HubError(f"{name}: HF_ENDPOINT is {printable(host, 60)!r}; it must be an address such as https://huggingface.co, or unset")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -36,7 +39,6 @@ def fetch_model(name: str, tell: Callable[[str], None] = lambda text: None) -> P
         RepositoryNotFoundError,
     )
 
-    host = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     tell(f"fetching {name} from {host}")
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(PATTERNS), ignore_patterns=list(SKIPPED)))
@@ -63,6 +65,16 @@ def fetch_model(name: str, tell: Callable[[str], None] = lambda text: None) -> P
         found = sorted(path.name for path in folder.iterdir())
         raise HubError(f"{name}: holds no safetensors (only {some(found, 4)})")
     return folder
+
+
+def _is_address(text: str) -> bool:
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+    except ValueError:
+        return False
 
 
 def _status(error: BaseException | None) -> int | None:

@@ -46,7 +46,7 @@ def _prepare_streams() -> None:
                     setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (for as long as the process lives)
             except OSError:
                 pass
-        elif number and getattr(stream, "errors", "") == "strict" and hasattr(stream, "reconfigure"):
+        elif number and getattr(stream, "errors", "") in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
