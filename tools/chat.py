@@ -308,13 +308,17 @@ def save(path: Path, document: object) -> None:
     """Writes JSON whole or not at all. Raises ChatError."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "x", encoding="utf-8") as file:
+        with open(aside, "x", encoding="utf-8", errors="surrogatepass") as file:
             json.dump(document, file, ensure_ascii=False, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-    except OSError as error:
+    except ValueError:
+        raise ChatError(f"/save: {safe_text(str(path))}: cannot be written: not a file name") from None
+    except BaseException as error:
         aside.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise ChatError(f"/save: {safe_text(str(path))}: cannot be written: {error.strerror}") from None
 
 

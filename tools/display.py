@@ -23,6 +23,8 @@ def one_line(text: object) -> str:
 def print_json(value: Any) -> None:
     """One JSON value on stdout. Numbers that JSON does not have become null."""
     text = json.dumps(plain(value), ensure_ascii=False, indent=2)
+    if not text.replace("\n", "").isprintable():  # nothing that a terminal would obey: such characters stand in texts, as escapes
+        text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
     print(_fit(text, sys.stdout))
 
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .console import UsageError, run
+from .console import UsageError, run, safe_text
 
 
 class _Parser(argparse.ArgumentParser):
@@ -80,7 +80,7 @@ def _main(argv: Sequence[str] | None) -> int:
         )
         return 0
     spread = lambda values: f"{sorted(values)[len(values) // 2]:9.1f}   ({min(values):.1f} - {max(values):.1f})" if values else "        -"  # noqa: E731
-    print(f"{path}, {result.threads} threads, {arguments.compute} activations")
+    print(f"{safe_text(os.fspath(path))}, {result.threads} threads, {arguments.compute} activations")
     print(f"  prefill {arguments.prompt:5} tokens   {spread(result.prefill_tok_s)} tokens/s")
     print(f"  decode  {arguments.tokens:5} tokens   {spread(result.decode_tok_s)} tokens/s")
     print(f"  weights read per token {result.weight_bytes_per_token / 1e6:9.1f} MB")
