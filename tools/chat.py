@@ -279,7 +279,12 @@ def _value(text: str, name: str) -> Any:
 def _path(command: str, rest: str) -> Path:
     if not rest:
         raise ChatError(f"{command}: give the name of a file")
-    return Path(os.path.expanduser(rest))
+    path = Path(os.path.expanduser(rest))
+    try:
+        path.exists()
+    except (OSError, ValueError) as error:  # a name that is too long
+        raise ChatError(f"{command}: {safe_text(rest[:60])}: {getattr(error, 'strerror', None) or 'not a file name'}") from None
+    return path
 
 
 def read(path: Path) -> object:
