@@ -385,7 +385,8 @@ def test_smollm2_as_llama_imatrix_sees_it(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(built_in_text()[:5000], "utf-8")
     gguf = tmp_path / "m.gguf"
-    convert_command = [sys.executable, "-m", "halfbyte.tools.qconvert", str(model), "--bits", "16", "--to", "gguf", "-o", str(gguf)]
+    # float32, because llama.cpp rounds activations to bf16 where the weights are that, and single columns then differ by several percent.
+    convert_command = [sys.executable, "-m", "halfbyte.tools.qconvert", str(model), "--format", "f32", "--to", "gguf", "-o", str(gguf)]
     subprocess.run(convert_command, check=True, capture_output=True)
     for ending in ("gguf", "dat"):
         command = [tool, "-m", gguf, "-f", text, "-o", tmp_path / f"im.{ending}", "--output-format", ending, "--no-ppl", "-t", "2"]
@@ -397,5 +398,6 @@ def test_smollm2_as_llama_imatrix_sees_it(tmp_path):
         with open_statistics(tmp_path / f"im.{ending}") as theirs:
             assert set(found) - set(theirs.sums) == {"token_embd.weight"}
             for name, sums in theirs.sums.items():
-                mine = found[name].sums / found[name].count
-                np.testing.assert_allclose(mine, sums.mean_squares[0], rtol=0.05, err_msg=name)
+                mine, expected = found[name].sums / found[name].count, sums.mean_squares[0]
+                np.testing.assert_allclose(mine, expected, rtol=0.01, err_msg=name)
+                assert np.abs(mine - expected).sum() < 1e-3 * expected.sum(), name
