@@ -196,6 +196,11 @@ def atomic_folder(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> Iterato
             os.close(lock)
 
 
+def check_output(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> None:
+    """Raises OutputError for an output whose folder is not there, or that is one of the inputs."""
+    _target(path, inputs)
+
+
 def _target(path: PathLike, inputs: Iterable[PathLike]) -> Path:
     try:
         target = Path(os.path.realpath(path))  # a link's target is replaced, not the link

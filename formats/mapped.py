@@ -9,7 +9,7 @@ import stat
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -122,6 +122,22 @@ class MappedFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def open_stream(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file of any kind, pipes included, to be read once from its beginning. A named pipe that nobody writes to is empty: not waited for.
+
+    Raises OSError and ValueError, as `open` does.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags)
+    try:
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(descriptor, True)  # who does write is waited for
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def why_not_opened(error: OSError, path: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 from .atomic import atomic_file
 from .errors import HeaderError, InputError, printable
-from .mapped import why_not_opened
+from .mapped import open_stream, why_not_opened
 from .recipe import Recipe
 from .safetensors_reader import parse_json
 
@@ -31,10 +31,12 @@ _KEYS = {"bits": int, "format": str, "method": str, "tensors": dict}
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     """A recipe from a file. Raises InputError, HeaderError, DuplicateError, and RecipeError and FormatError for what makes no sense."""
     try:
-        with open(path, "rb") as file:
+        with open_stream(path) as file:
             raw = file.read(_MOST + 1)
     except OSError as error:
         raise InputError(path, why_not_opened(error, Path(path))) from None
+    except ValueError:
+        raise InputError(path, "cannot be opened: not a file name") from None
     if len(raw) > _MOST:
         raise InputError(path, f"has more than {_MOST} bytes: this is no recipe")
     found: dict[str, Any] = parse_json(path, raw)

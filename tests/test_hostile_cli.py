@@ -28,10 +28,11 @@ from halfbyte.engine.sampler import Sampler, SamplingError, SamplingParams
 from halfbyte.engine.template import ChatTemplate, TemplateError
 from halfbyte.formats.hub import HubError, fetch_model
 from halfbyte.formats.json_file import DEEPEST, read_object
+from halfbyte.formats.mapped import open_stream
 from halfbyte.formats.pretokenizers import TokenizerError
 from halfbyte.formats.tokenizer_gguf import gguf_keys
 from halfbyte.quant.errors import HalfbyteError
-from halfbyte.tools import console, qconvert, qinspect, qrun
+from halfbyte.tools import console, qcalibrate, qconvert, qinspect, qreport, qrun
 from halfbyte.tools.chat import ChatError, Commands, Conversation
 from halfbyte.tools.display import print_json
 
@@ -178,6 +179,61 @@ def test_sampling_defaults_out_of_range_are_refused(value, own, tmp_path, monkey
 def test_a_context_that_no_machine_holds_is_refused(folder, capfd):
     for context in (10**20, 1 << 62, 4_000_000_000_000):
         refused(qrun.main([str(folder), "hi", "--context", str(context)]), capfd, "--context")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_pipes_as_text_and_recipe(folder, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for tool, *arguments in (
+        ("qreport", folder, "--reference", folder, "--chunk", 64, "--text", pipe),
+        ("qcalibrate", folder, "-o", tmp_path / "out", "--text", pipe),
+        ("qconvert", folder, "-o", tmp_path / "out", "--calibrate", pipe, "--method", "search"),
+        ("qconvert", folder, "-o", tmp_path / "out", "--recipe", pipe),
+    ):
+        done = spawn(tool, *arguments)  # nobody writes: it is empty, not waited for
+        assert done.returncode == 1 and done.stderr.count(b"error: ") == 1, done
+    assert list(tmp_path.iterdir()) == [pipe]
+
+    def write():
+        with open(pipe, "w") as stream:
+            time.sleep(0.3)
+            stream.write('{"bits": 8}')
+
+    writer = threading.Thread(target=write)
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that the writer is there from the beginning
+    writer.start()
+    time.sleep(0.1)
+    with open_stream(pipe) as stream:
+        os.close(descriptor)
+        assert stream.read() == b'{"bits": 8}'
+    writer.join()
+
+
+def test_no_output_over_what_is_read(own, tmp_path, monkeypatch, capfd):
+    text, recipe = tmp_path / "text.txt", tmp_path / "recipe.json"
+    text.write_text("some words " * 200)
+    recipe.write_text('{"bits": 8}')
+    before = {path: path.read_bytes() for path in (*own.iterdir(), text, recipe)}
+    out = tmp_path / "out.hbf"
+    config = own / "config.json"
+    for tool, *arguments in (
+        (qconvert, own, "-o", out, "--save-recipe", config),
+        (qconvert, own, "-o", out, "--save-recipe", out),
+        (qconvert, own, "-o", out, "--save-recipe", tmp_path),
+        (qconvert, own, "-o", out, "--save-recipe", tmp_path / "none" / "x"),
+        (qconvert, own, "-o", recipe, "--recipe", recipe),
+        (qconvert, own, "-o", text, "--calibrate", text, "--method", "search"),
+        (qconvert, own, "-o", out, "--calibrate", text, "--method", "search", "--save-recipe", text),
+        (qcalibrate, own, "-o", config),
+        (qcalibrate, own, "-o", text, "--text", text),
+        (qreport, own, "--reference", own, "--chunk", 64, "--html", config),
+    ):
+        refused(call(monkeypatch, tool, *arguments), capfd)
+    assert {path: path.read_bytes() for path in before} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "recipe.json", "text.txt"]
+    assert call(monkeypatch, qconvert, own, "-o", out, "--recipe", recipe, "--save-recipe", recipe) in (0, None)
+    assert json.loads(recipe.read_bytes()) == {"bits": 8}
 
 
 # Streams and the terminal

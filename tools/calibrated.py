@@ -81,6 +81,8 @@ def convert_calibrated(
 def _holds_statistics(path: str) -> bool:
     """True for a .safetensors file, and for llama.cpp's imatrix files, which are GGUF or end in .dat."""
     try:
+        if not os.path.isfile(path):  # what can be read only once is a text
+            return False
         with open(path, "rb") as file:
             head = file.read(9)
     except (OSError, ValueError):

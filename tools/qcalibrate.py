@@ -101,6 +101,7 @@ def _default_output(name: str, path: Path) -> Path:
 def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     from ..engine.calibrate import Calibration, token_counts
     from ..engine.calibration_text import TOKENS, built_in_text, calibration_tokens
+    from ..formats.convert import inputs as model_inputs
     from ..formats.statistics import StatisticsWriter, fingerprint
     from .display import note
     from .qreport import read_text
@@ -121,7 +122,7 @@ def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespa
         "chunk": str(texts.shape[1]),
     }
     counts = token_counts(checkpoint, texts)
-    sources = [checkpoint.path, *checkpoint.files, *([] if arguments.text in (None, "-") else [arguments.text])]
+    sources = [*model_inputs(checkpoint), *([] if arguments.text in (None, "-") else [arguments.text])]
     with (
         _progress(texts.size) as progress,
         Calibration(checkpoint, texts, threads=arguments.threads, progress=progress) as calibration,

@@ -8,6 +8,7 @@ qconvert my-model/ --method feedback           runs the model on a text first, a
 
 from __future__ import annotations
 
+import os
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -103,6 +104,7 @@ def qconvert(
         if knows and to is not Kind.hbf:
             raise UsageError(f"--to {to.value}: conversion by what matrices read writes a .hbf file; convert that with --to {to.value}")
         target = output or _default(checkpoint, source, path, to, recipe, default_output)
+        _refuse_overwriting(target, save_recipe, checkpoint, [name for name in (calibrate, recipe_file) if name not in (None, "-")])
         for text in checkpoint.notes:
             note(text)
         if recipe is not None and knows:
@@ -115,7 +117,7 @@ def qconvert(
         from ..formats.recipe_file import write_recipe
 
         assert recipe is not None
-        write_recipe(save_recipe, recipe, inputs=[path, *([recipe_file] if recipe_file and recipe_file != save_recipe else [])])
+        write_recipe(save_recipe, recipe)
     seconds = time.perf_counter() - start
     for text in result.notes:
         note(text)
@@ -123,6 +125,19 @@ def qconvert(
         _print_json(result, path, seconds)
     else:
         _print_table(result, path, seconds)
+
+
+def _refuse_overwriting(target: Path, recipe: Path | None, checkpoint: Checkpoint, read: list[str | Path]) -> None:
+    """Raises OutputError, before any work is done, for outputs that are also read, or that cannot be written."""
+    from ..formats.atomic import check_output
+    from ..formats.convert import inputs
+    from ..formats.errors import OutputError
+
+    check_output(target, inputs=read)
+    if recipe is not None:
+        check_output(recipe, inputs=[*inputs(checkpoint), *(name for name in read if name != recipe)])
+        if recipe.is_dir() or os.path.realpath(recipe) == os.path.realpath(target):
+            raise OutputError(recipe, "is a folder" if recipe.is_dir() else "is also the output; choose another file for the recipe")
 
 
 def _recipe(

@@ -91,9 +91,10 @@ def _main(argv: Sequence[str] | None) -> int:
         page = None
         if arguments.html is not None:  # opened first: a folder that is missing should not be found after the work
             from ..formats.atomic import atomic_file
+            from ..formats.convert import inputs
 
             texts = [] if arguments.text in (None, "-") else [arguments.text]
-            page = stack.enter_context(atomic_file(arguments.html, inputs=[model_path, reference_path, *texts]))
+            page = stack.enter_context(atomic_file(arguments.html, inputs=[*inputs(model), *inputs(reference), *texts]))
         report = _report(model, reference, arguments)
         from .report_data import report_data
 
@@ -163,15 +164,17 @@ def read_text(name: str | None, tokens: int) -> str:
     Raises InputError for a file that cannot be read or is not UTF-8.
     """
     from ..formats.errors import InputError
-    from ..formats.mapped import why_not_opened
+    from ..formats.mapped import open_stream, why_not_opened
 
+    if name == "-" and sys.stdin is None:
+        raise InputError("stdin", "is closed")
     most = max(1 << 20, 64 * tokens)
     path = BUILT_IN_TEXT if name is None else Path(name)
     try:
         if name == "-":
             data = sys.stdin.buffer.read(most + 1)
         else:
-            with open(path, "rb") as file:
+            with open_stream(path) as file:
                 data = file.read(most + 1)
     except OSError as error:
         raise InputError(path, why_not_opened(error, path)) from None
