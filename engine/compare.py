@@ -24,7 +24,14 @@ class ReportError(HalfbyteError):
 
 @dataclass(frozen=True)
 class TensorReport:
-    """One tensor against its reference. nbytes: in the file; weights: their number; the rest is as in quant.measures.TensorErrors."""
+    """One tensor against its reference.
+
+    nbytes         in the file; 0 for a head that is tied to the embedding
+    weights        their number
+    method         how it was quantized, as the file has recorded it; None if it has not
+    squared_error  sum of (weight - reference)²; NaN if one of them is not a number
+    errors         as in quant.measures.TensorErrors
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,6 +39,8 @@ class TensorReport:
     reference_format: str
     nbytes: int
     weights: int
+    method: str | None
+    squared_error: float
     errors: TensorErrors
 
     @property
@@ -116,7 +125,9 @@ def compare_tensors(
         ours.release()
         theirs.release()
         nbytes = ours.nbytes if name in model.tensors else 0  # a tied head takes no bytes of its own
-        return TensorReport(name, ours.shape, ours.format, theirs.format, nbytes, ours.size, meter.result())
+        method = ours.recorded.get("method") or None
+        errors = meter.result()
+        return TensorReport(name, ours.shape, ours.format, theirs.format, nbytes, ours.size, method, meter.error_energy, errors)
 
     with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
         return list(pool.map(compare, pairs))

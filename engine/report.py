@@ -1,21 +1,21 @@
-"""A report on what quantization did to a model: tensors, residual streams layer by layer, and predictions token by token.
+"""A report on what quantization did to models: tensors, residual streams layer by layer, and predictions token by token.
 
-Three runs over the same text go side by side, section by section of their plans (see streaming.py):
+Runs over the same text go side by side, section by section of their plans (see streaming.py): that of the reference, and for every model
 
-    reference   the reference checkpoint, nothing rounded
-    weights     the model, nothing rounded but its weights
+    weights     its weights alone, nothing else rounded
     model       the model as it is used: with int8 activations and an f16 KV cache too
 
-What separates the first two is the error of the weights, the last two that of the activations.
+What separates the reference from the first is the error of the weights, what separates the two that of the activations.
 docs/accuracy.md says what each figure means.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -127,19 +127,36 @@ def make_report(
     chunk: int = CHUNK,
     progress: Progress = lambda what, done, total: None,
 ) -> Report:
-    """Compares a model with its reference.
+    """Compares one model with its reference; see make_reports."""
+    return make_reports([model], reference, ids, compute, threads, chunk, progress)[0]
+
+
+def make_reports(
+    models: Sequence[Checkpoint],
+    reference: Checkpoint,
+    ids: np.ndarray | None = None,
+    compute: Compute = "int8",
+    threads: int | None = None,
+    chunk: int = CHUNK,
+    progress: Progress = lambda what, done, total: None,
+) -> list[Report]:
+    """Compares models with their reference, which is run once for all of them; a report for each, in the order of the models.
 
     ids      int[n]: tokens of a text whose whole chunks are run; None: only tensors are compared
-    compute  how the model is run: "int8" as usual, or "f32", without rounding activations
+    compute  how the models are run: "int8" as usual, or "f32", without rounding activations
 
+    In memory at a time: a layer of the reference and of every model, and the residual streams of the text, one for the reference and two
+    for each model (with "f32" one). Figures do not depend on what other models are compared.
     Raises ReportError for checkpoints or texts that cannot be compared, and what the readers raise.
     """
-    check_comparable(model, reference)
+    for model in models:
+        check_comparable(model, reference)
     if ids is not None and (chunk < SMALLEST_CHUNK or ids.size < chunk):
         raise ReportError(f"{ids.size} tokens are less than one chunk, and a chunk has at least {SMALLEST_CHUNK}")
     if ids is not None:
-        _check_ids(model, ids)
-    total = sum(ours.size for _, ours, _ in tensor_pairs(model, reference))
+        for model in models:
+            _check_ids(model, ids)
+    total = sum(ours.size for model in models for _, ours, _ in tensor_pairs(model, reference))
     done = 0
 
     def advance(weights: int) -> None:
@@ -147,14 +164,16 @@ def make_report(
         done += weights
         progress("tensors", done, total)
 
-    report = Report(model, reference, compute, compare_tensors(model, reference, threads, advance))
-    if ids is not None:
+    reports = [Report(model, reference, compute, compare_tensors(model, reference, threads, advance)) for model in models]
+    if ids is not None and reports:
         workers = Workers(threads)
         try:
-            report.layers, report.tokens = _run(model, reference, ids, compute, workers, chunk, progress)
+            found = _run(models, reference, ids, compute, workers, chunk, progress)
         finally:
             workers.close()
-    return report
+        for report, (layers, tokens) in zip(reports, found, strict=True):
+            report.layers, report.tokens = layers, tokens
+    return reports
 
 
 def why_not_run(checkpoint: Checkpoint) -> str | None:
@@ -180,29 +199,39 @@ def _check_ids(model: Checkpoint, ids: np.ndarray) -> None:
 
 
 def _run(
-    model: Checkpoint, reference: Checkpoint, ids: np.ndarray, compute: Compute, workers: Workers, chunk: int, progress: Progress
-) -> tuple[list[LayerReport], TokenReport]:
+    models: Sequence[Checkpoint],
+    reference: Checkpoint,
+    ids: np.ndarray,
+    compute: Compute,
+    workers: Workers,
+    chunk: int,
+    progress: Progress,
+) -> list[tuple[list[LayerReport], TokenReport]]:
     chunks = ids.size // chunk
     texts = ids[: chunks * chunk].reshape(chunks, chunk)
 
     def kernels(done: int, total: int) -> None:
         progress("kernels", done, total)
 
-    weights, others = StreamedWeights(model, workers.count), StreamedWeights(reference, workers.count, exact=True)
-    runs = [StreamedModel(reference, others, workers, "f32", chunk, kernels), StreamedModel(model, weights, workers, "f32", chunk, kernels)]
-    if compute == "int8":
-        runs.append(StreamedModel(model, weights, workers, "int8", chunk, kernels))
+    base = StreamedModel(reference, StreamedWeights(reference, workers.count, exact=True), workers, "f32", chunk, kernels)
+    computes: tuple[Compute, ...] = ("f32", "int8") if compute == "int8" else ("f32",)
+    runs, groups = [base], []  # a group: numbers of the runs that are compared for a model, the reference's first
+    for model in models:
+        weights = StreamedWeights(model, workers.count)
+        groups.append([0, *range(len(runs), len(runs) + len(computes))])
+        runs += [StreamedModel(model, weights, workers, each, chunk, kernels) for each in computes]
     streams = [run.new_stream(chunks) for run in runs]
     meter = _Work(runs, chunks, chunk, progress)
-    layers = []
-    for section in runs[0].sections[:-1]:
+    layers: list[list[LayerReport]] = [[] for _ in models]
+    for section in base.sections[:-1]:
         with _loaded(runs, section, workers.count):
-            found = _section(runs, section, texts, streams, meter)
+            found = _section(runs, groups, section, texts, streams, meter)
         if section.startswith("layer."):
-            layers.append(LayerReport(int(section.removeprefix("layer.")), found.pop("stream"), found))
+            for parts, each in zip(found, layers, strict=True):
+                each.append(LayerReport(int(section.removeprefix("layer.")), parts.pop("stream"), parts))
     with _loaded(runs, "head", workers.count):
-        tokens = _predictions(runs, texts, streams, workers, meter)
-    return layers, tokens
+        tokens = _predictions(runs, groups, texts, streams, workers, meter)
+    return list(zip(layers, tokens, strict=True))
 
 
 @contextmanager
@@ -241,12 +270,14 @@ class _Work:
         self._progress("text", self._done, self._total)
 
 
-def _section(runs: list[StreamedModel], section: str, texts: np.ndarray, streams: list[np.ndarray], meter: _Work) -> dict[str, Comparison]:
-    """Takes all streams through a section. What its stages add is compared, and the stream behind it ("stream")."""
+def _section(
+    runs: list[StreamedModel], groups: list[list[int]], section: str, texts: np.ndarray, streams: list[np.ndarray], meter: _Work
+) -> list[dict[str, Comparison]]:
+    """Takes all streams through a section. For each model what its stages add is compared, and the stream behind it ("stream")."""
     stages = [run.stages(section) for run in runs]
     if len({tuple(s.name for s in each) for each in stages}) > 1:
         raise ReportError(f"the plans of reference and model differ in section {section!r}: {[[s.name for s in each] for each in stages]}")
-    meters = {name: [_DistanceMeter() for _ in range(3)] for name in (*(s.name for s in stages[0]), "stream")}
+    meters = [{name: [_DistanceMeter() for _ in range(3)] for name in (*(s.name for s in stages[0]), "stream")} for _ in groups]
     for c, ids in enumerate(texts):
         for i, stage in enumerate(stages[0]):
             added = []
@@ -254,13 +285,18 @@ def _section(runs: list[StreamedModel], section: str, texts: np.ndarray, streams
                 before = stream[c].copy()
                 run.run(own[i], ids, stream[c])
                 added.append(stream[c] - before)
-            _measure(meters[stage.name], added)
-        _measure(meters["stream"], [stream[c] for stream in streams])
+            for group, places in zip(groups, meters, strict=True):
+                _measure(places[stage.name], [added[run] for run in group])
+        for group, places in zip(groups, meters, strict=True):
+            _measure(places["stream"], [streams[run][c] for run in group])
         meter.chunk(section)
-    return {name: _comparison(three, len(runs)) for name, three in meters.items()}
+    return [
+        {name: _comparison(three, len(group)) for name, three in places.items()} for group, places in zip(groups, meters, strict=True)
+    ]
 
 
 def _measure(meters: list[_DistanceMeter], values: list[np.ndarray]) -> None:
+    """values: what the runs of a group gave, the reference's first."""
     reference, weights, *model = values
     meters[0].add(reference, values[-1])
     if model:
@@ -299,23 +335,29 @@ class _DistanceMeter:
         return Distance(self._cosine / n, self._worst, self._error / n)
 
 
-def _predictions(runs: list[StreamedModel], texts: np.ndarray, streams: list[np.ndarray], workers: Workers, meter: _Work) -> TokenReport:
+def _predictions(
+    runs: list[StreamedModel], groups: list[list[int]], texts: np.ndarray, streams: list[np.ndarray], workers: Workers, meter: _Work
+) -> list[TokenReport]:
     """Logits of the scored positions, a few at a time, compared where they lie."""
     chunk = texts.shape[1]
     scored = range(*scored_positions(chunk).indices(chunk))
-    reference, weights, model = runs[0], runs[1], runs[-1]
     rows = min(OUTPUTS, chunk)
-    vocabulary = reference.vocabulary
-    pairs = [(reference, model)] if len(runs) == 2 else [(reference, model), (reference, weights), (weights, model)]
-    meters = [LogitMeter(workers, a.logits, b.logits, vocabulary, rows) for a, b in pairs]
+    meters = []
+    for group in groups:
+        reference, weights, model = runs[group[0]], runs[group[1]], runs[group[-1]]
+        pairs = [(reference, model)] if len(group) == 2 else [(reference, model), (reference, weights), (weights, model)]
+        meters.append([LogitMeter(workers, a.logits, b.logits, reference.vocabulary, rows) for a, b in pairs])
     for c, ids in enumerate(texts):
         for start in range(0, len(scored), rows):
             positions = scored[start : start + rows]
             for run, stream in zip(runs, streams, strict=True):
                 run.head(stream[c], positions)
-            for each in meters:
+            for each in chain.from_iterable(meters):
                 each.add(ids[positions.start + 1 : positions.stop + 1])
             meter.chunk("head", len(positions) / len(scored))
-    total, *others = (each.result() for each in meters)
-    first, second = others or (None, None)
-    return TokenReport(len(texts), chunk, total, first, second, meters[0].divergences)
+    found = []
+    for own in meters:
+        total, *others = (each.result() for each in own)
+        first, second = others or (None, None)
+        found.append(TokenReport(len(texts), chunk, total, first, second, own[0].divergences))
+    return found

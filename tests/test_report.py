@@ -1,6 +1,7 @@
 """Reports on tiny models: figures are those of plain NumPy, errors show where they were put, one section is in memory at a time."""
 
 import importlib.util
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from halfbyte.engine import compare, streaming
 from halfbyte.engine.compare import ReportError, compare_tensors, tensor_pairs
 from halfbyte.engine.evaluation_text import evaluation_tokens
 from halfbyte.engine.model import ModelError
-from halfbyte.engine.report import _DistanceMeter, make_report, why_not_run
+from halfbyte.engine.report import _DistanceMeter, make_report, make_reports, why_not_run
 from halfbyte.engine.streaming import StreamedModel, StreamedWeights, load
 from halfbyte.engine.workers import Workers
 from halfbyte.formats.checkpoint import open_checkpoint
@@ -233,6 +234,65 @@ def test_errors_of_weights_and_of_activations_are_told_apart(models):
     for layer in int8.layers:
         assert 0 < layer.stream.activations.error < layer.stream.weights.error
         assert layer.stream.total.error <= layer.stream.weights.error + 1.1 * layer.stream.activations.error
+
+
+# --- several models -------------------------------------------------------------------------------------------------------------
+
+
+def several(models, names, reference="bf16", **options):
+    with ExitStack() as stack:
+        *found, base = (stack.enter_context(open_checkpoint(models[name])) for name in (*names, reference))
+        return make_reports(found, base, IDS, **{"threads": 2, "chunk": CHUNK, **options})
+
+
+@pytest.mark.parametrize("compute", ["int8", "f32"])
+def test_figures_do_not_depend_on_what_other_models_are_compared(models, compute):
+    """Bit for bit those of a report on each model alone, in the order of the models."""
+    names = ["q8_0", "gguf", "q4_0"]
+    for name, got in zip(names, several(models, names, compute=compute), strict=True):
+        alone = report(models[name], models["bf16"], compute=compute)
+        assert got.model.path == models[name] and got.reference.path == models["bf16"]
+        assert got.tensors == alone.tensors and got.layers == alone.layers and len(got.layers) == 2
+        assert got.tokens.total == alone.tokens.total and got.tokens.weights == alone.tokens.weights
+        assert got.tokens.activations == alone.tokens.activations
+        np.testing.assert_array_equal(got.tokens.divergences, alone.tokens.divergences)
+
+
+def test_the_reference_is_run_once_for_all_models(models, monkeypatch):
+    made, runs = [], []
+    make, run = streaming.make_matrix, StreamedModel.run
+    monkeypatch.setattr(streaming, "make_matrix", lambda t, name=None: (made.append((t.name, t.format)), make(t, name))[1])
+    monkeypatch.setattr(StreamedModel, "run", lambda self, *rest: (runs.append(id(self)), run(self, *rest))[1])
+    several(models, ["q4_0", "gguf", "q8_0"])
+    assert made.count(("blk.0.attn_q.weight", "bf16")) == 1 and made.count(("blk.0.attn_q.weight", "q8_0")) == 2
+    chunks, stages = 3, 1 + 2 * 2
+    assert len(runs) == (1 + 3 * 2) * chunks * stages and len(set(runs)) == 1 + 3 * 2
+
+
+def test_progress_reaches_its_end_once(models):
+    said = {}
+    several(models, ["q4_0", "q8_0"], progress=lambda what, done, total: said.setdefault(what, []).append((done, total)))
+    for what in ("tensors", "text"):
+        done, total = zip(*said[what], strict=True)
+        assert len(set(total)) == 1 and done[-1] == pytest.approx(total[0]) and list(done) == sorted(done), what
+
+
+def test_one_model_that_does_not_fit_refuses_all(models, tmp_path):
+    tiny.write_folder(tmp_path / "narrow", tiny.llama_config(hidden_size=32, num_attention_heads=2))
+    with pytest.raises(ReportError, match="narrow and bf16 have different widths, 32 and 64"):
+        several({**models, "narrow": tmp_path / "narrow"}, ["q4_0", "narrow"])
+
+
+def test_methods_come_from_the_files_own_records(models):
+    with open_checkpoint(models["q4_0"]) as a, open_checkpoint(models["gguf"]) as b, open_checkpoint(models["f32"]) as reference:
+        recorded, none = compare_tensors(a, reference), compare_tensors(b, reference)
+        values = {name: (t.float32().astype(np.float64), reference.tensors[name].float32()) for name, t in a.tensors.items()}
+    matrices = [t for t in recorded if len(t.shape) == 2]
+    assert len(matrices) == 15 and {t.method for t in matrices} == {"nearest"}
+    assert {t.method for t in none} == {None}
+    for t in recorded:
+        w, r = values[t.name]
+        assert t.squared_error == pytest.approx(((w - r) ** 2).sum(), rel=1e-9)
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------------------
