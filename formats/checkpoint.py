@@ -202,13 +202,14 @@ def bind(
     spelled: Callable[[TensorSpec], tuple[str, ...]] = lambda spec: (spec.name,),
     hint: str = "",
 ) -> list[TensorSpec]:
-    """The specs whose tensors are there. Every required one must be, and no tensor may be left over.
+    """The specs whose tensors are there. Every required one must be, so must the rest of a group, and no tensor may be left over.
 
     names     the tensors of the file
     spelled   what the tensors are called there that a spec's tensor is made of; () if such files do not hold it
     Raises TensorListError with both lists.
     """
     there = set(names)
+    groups = {spec.group for spec in specs if spec.group and (parts := spelled(spec)) and there.issuperset(parts)}
     found: list[TensorSpec] = []
     missing: list[str] = []
     used: set[str] = set()
@@ -217,7 +218,7 @@ def bind(
         if parts and there.issuperset(parts):
             found.append(spec)
             used.update(parts)
-        elif not spec.optional:
+        elif not spec.optional or spec.group in groups:
             missing += [name for name in parts if name not in there]
     ignored = [re.compile(pattern) for pattern in family.ignored]
     unused = [name for name in names if name not in used and not any(pattern.fullmatch(name) for pattern in ignored)]

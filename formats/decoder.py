@@ -6,7 +6,7 @@ feed-forward network, each added to the stream; a last norm and a head, which ma
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,8 @@ from .tensor import Tensor
 
 MOST_LAYERS = 4096
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+_BIASES = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")}
+"""Key of config.json -> the matrices that have biases if it is true."""
 _LARGEST = 1 << 24  # columns, heads and the like; far beyond any model, small enough that products stay in 64 bits
 
 
@@ -60,7 +62,8 @@ class Dimensions:
 class Decoder(Family):
     """The common case. Subclasses set the class variables of Family and these:
 
-    qkv_bias    "never", "always", or "config" (attention_bias: q, k, v and o have biases if it is true)
+    qkv_bias    whether q, k and v have biases: "never", "always", or "config" (config.json's attention_bias, then o has one too, and
+                mlp_bias say it; where neither config.json nor the kind of file says it, the tensors that are there do)
     """
 
     qkv_bias: ClassVar[str] = "never"
@@ -136,8 +139,12 @@ class Decoder(Family):
             **rope.to_config(values, self.name, factors),
         }
         if self.qkv_bias == "config":
-            config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-            config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+            for key, biases in _BIASES.items():
+                there = [f"blk.0.{name}.bias" in tensors for name in biases]
+                if any(there) and not all(there):
+                    problem = "has biases on some of them only, which a Hugging Face config cannot say"
+                    raise UnsupportedFeatureError(f"{metadata.source}: of {', '.join(biases)} it {problem} ({key!r})")
+                config[key] = all(there)
         return config
 
     def complete(self, metadata: Metadata) -> tuple[dict[str, Any], list[str]]:
@@ -194,6 +201,19 @@ class Decoder(Family):
             TensorSpec(rope.FACTORS, (), (size.head // 2,), optional=True),
         ]
 
+    def huggingface_tensors(self, metadata: Metadata, config: Metadata) -> list[TensorSpec]:
+        specs = self.tensors(metadata)
+        if self.qkv_bias != "config":
+            return specs
+        for key, biases in _BIASES.items():
+            stated = config.get(key, None, bool)
+            groups = [f"{name}.bias" for name in biases]
+            if stated:
+                specs = [replace(spec, optional=spec.optional and spec.group not in groups) for spec in specs]
+            elif stated is False:  # a bias in the file is then one too many
+                specs = [spec for spec in specs if spec.group not in groups]
+        return specs
+
     def layer_tensors(self, size: Dimensions, layer: int) -> list[TensorSpec]:
         """The tensors of one layer."""
         gguf, theirs = f"blk.{layer}.", f"layers.{layer}."
@@ -211,9 +231,9 @@ class Decoder(Family):
         for ours, name, shape, rotary, bias in matrices:
             specs.append(TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), shape, rotary_heads=rotary))
             if bias != "never":
-                specs.append(
-                    TensorSpec(f"{gguf}{ours}.bias", (f"{theirs}{name}.bias",), shape[:1], optional=bias == "config", rotary_heads=rotary)
-                )
+                optional = bias == "config"
+                group = f"{ours}.bias" if optional else ""
+                specs.append(TensorSpec(f"{gguf}{ours}.bias", (f"{theirs}{name}.bias",), shape[:1], optional, group, rotary))
         norms = [("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")]
         attention, feed_forward = (TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), (size.width,)) for ours, name in norms)
         split = next(i for i, spec in enumerate(specs) if ".ffn_" in spec.name)

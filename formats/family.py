@@ -40,6 +40,7 @@ class TensorSpec:
                   that override `Family.tensor`, none if such files do not hold it
     shape         numpy order, canonical
     optional      True if a checkpoint may be without it
+    group         optional tensors of one group, such as a bias of every layer, are all there or none of them is; "" for no group
     rotary_heads  > 0 for the rows of q and k: that many heads, whose rows GGUF holds as interleaved pairs if the family does
     offset        added to the weights of a Hugging Face file (1 for norms stored as w - 1)
     """
@@ -48,6 +49,7 @@ class TensorSpec:
     sources: tuple[str, ...]
     shape: tuple[int, ...]
     optional: bool = False
+    group: str = ""
     rotary_heads: int = 0
     offset: float = 0.0
 
@@ -83,6 +85,10 @@ class Family(ABC):
     @abstractmethod
     def tensors(self, metadata: Metadata) -> list[TensorSpec]:
         """Every tensor of the model, in the order in which it uses them."""
+
+    def huggingface_tensors(self, metadata: Metadata, config: Metadata) -> list[TensorSpec]:
+        """The same for Hugging Face files, where config.json may say which of the optional tensors there are."""
+        return self.tensors(metadata)
 
     @abstractmethod
     def spelling(self) -> dict[str, str]:

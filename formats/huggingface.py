@@ -76,7 +76,7 @@ def _open(path: Path, folder: Path, file: Path | None) -> Checkpoint:
         tokenizer = tokenizer_files(folder, notes)
         keys |= template_keys(tokenizer.chat_template)
         metadata = Metadata(keys, CONFIG, found.spelling())
-        tensors = _bind(path, found, metadata, weights, computed)
+        tensors = _bind(path, found, found.huggingface_tensors(metadata, config), weights, computed)
         notes += settle_head(tensors, config.get("tie_word_embeddings", None, bool))
         return Checkpoint(
             path,
@@ -100,13 +100,12 @@ def text_config(config: dict[str, Any]) -> Metadata:
     return Metadata(config, CONFIG)
 
 
-def _bind(path: Path, found: Family, metadata: Metadata, weights: Weights, computed: dict[str, Any]) -> dict[str, Tensor]:
+def _bind(path: Path, found: Family, specs: list[TensorSpec], weights: Weights, computed: dict[str, Any]) -> dict[str, Tensor]:
     body, head = next((pair for pair in _PREFIXES if f"{pair[0]}embed_tokens.weight" in weights), _PREFIXES[0])
 
     def spelled(spec: TensorSpec) -> tuple[str, ...]:
         return tuple((head if name.startswith("lm_head.") else body) + name for name in spec.sources)
 
-    specs = found.tensors(metadata)
     tensors: dict[str, Tensor] = {}
     there = bind(path, found, specs, weights.names, spelled)
     present = {spec.name for spec in there}

@@ -411,7 +411,8 @@ anything = st.recursive(
     ),
     max_leaves=6,
 )
-KEYS = (*tiny.llama_config(), "rope_scaling", "rope_parameters", "head_dim", "text_config", "quantization_config", "layer_types")
+MORE_KEYS = ("rope_scaling", "rope_parameters", "head_dim", "text_config", "quantization_config", "layer_types", "attention_bias")
+KEYS = (*tiny.llama_config(), *MORE_KEYS)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
