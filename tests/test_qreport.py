@@ -18,6 +18,7 @@ from halfbyte.formats.convert import convert
 from halfbyte.formats.recipe import Recipe
 from halfbyte.tools import qreport
 from halfbyte.tools.svg import Plot, label_of, round_steps
+from halfbyte.tools.text_file import read_text
 
 _spec = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
@@ -113,7 +114,7 @@ def test_a_text_of_ones_own(run, root, monkeypatch):
 
 def test_the_built_in_text():
     """It is what a report without --text is made on: whole sentences of plain ASCII prose, enough for the default number of tokens."""
-    text = qreport.read_text(None, qreport.TOKENS)
+    text = read_text(str(qreport.BUILT_IN_TEXT), qreport.TOKENS)
     assert 60_000 < len(text) < 80_000 and text.isascii() and text.startswith("Mr. Weston was a native of Highbury")
     assert all(name in text[:25_000] for name in ("Weston", "Fanny", "Catherine")), "three novels in turn"
 
@@ -121,10 +122,10 @@ def test_the_built_in_text():
 def test_a_long_file_is_not_read_whole(tmp_path, monkeypatch):
     path = tmp_path / "long.txt"
     path.write_bytes("ä".encode() * (1 << 20))
-    text = qreport.read_text(str(path), 1)
+    text = read_text(str(path), 1)
     assert set(text) == {"ä"} and len(text) == 1 << 19
     path.write_bytes(b"a" + "ä".encode() * (1 << 20))  # the cut falls inside a character
-    assert qreport.read_text(str(path), 1) == "a" + "ä" * (1 << 19)
+    assert read_text(str(path), 1) == "a" + "ä" * (1 << 19)
 
 
 def test_tensors_only(run):

@@ -14,15 +14,14 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .console import UsageError, run
 
 if TYPE_CHECKING:
-    from ..engine.calibrate import InputStatistics, Progress
+    from ..engine.calibrate import InputStatistics
     from ..formats.checkpoint import Checkpoint
 
 _MOST_TOKENS = 1 << 26
@@ -104,7 +103,8 @@ def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespa
     from ..formats.convert import inputs as model_inputs
     from ..formats.statistics import StatisticsWriter, fingerprint
     from .display import note
-    from .qreport import read_text
+    from .stages import stages, token_rate
+    from .text_file import read_text, text_name
 
     start = time.perf_counter()
     wanted = TOKENS if arguments.tokens is None else arguments.tokens
@@ -116,7 +116,7 @@ def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespa
         "model": checkpoint.path.name,
         "model_fingerprint": fingerprint(checkpoint),
         "architecture": str(checkpoint.architecture),
-        "text": "built-in" if arguments.text is None else "stdin" if arguments.text == "-" else Path(arguments.text).name,
+        "text": text_name(arguments.text),
         "tokens_sha256": hashlib.sha256(texts.astype("<i8").tobytes()).hexdigest(),
         "tokens": str(texts.size),
         "chunk": str(texts.shape[1]),
@@ -124,7 +124,7 @@ def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespa
     counts = token_counts(checkpoint, texts)
     sources = [*model_inputs(checkpoint), *([] if arguments.text in (None, "-") else [arguments.text])]
     with (
-        _progress(texts.size) as progress,
+        stages(token_rate(texts.size)) as progress,
         Calibration(checkpoint, texts, threads=arguments.threads, progress=progress) as calibration,
     ):
         inputs = calibration.inputs
@@ -147,37 +147,6 @@ def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespa
         "notes": [*checkpoint.notes, *notes],
         "seconds": time.perf_counter() - start,
     }
-
-
-@contextmanager
-def _progress(tokens: int) -> Iterator[Progress]:
-    """A bar with rate and time left on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description:8}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[rate]:>14}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task, now = bar.add_task("kernels", total=1, rate=""), ""
-        begun = time.monotonic()
-
-        def progress(what: str, done: float, total: float) -> None:
-            nonlocal now, begun
-            if what != now:
-                now, begun = what, time.monotonic()
-                bar.reset(task, description=what, total=total)
-            rate = f"{tokens * done / total / max(time.monotonic() - begun, 1e-3):.0f} tokens/s" if what == "text" and total else ""
-            bar.update(task, completed=done, total=total, rate=rate)
-
-        yield progress
 
 
 if __name__ == "__main__":

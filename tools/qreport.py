@@ -2,8 +2,10 @@
 
     qreport model.hbf --reference model/            tensors, layers and predictions, on a text that comes along
     qreport model.gguf --reference model/ --text my.txt --tokens 10240
+    qreport a.hbf b.gguf c.hbf --reference model/   several side by side, a row for each
     qreport model.hbf --reference model/ --json     everything, for machines
     qreport model.hbf --reference model/ --html report.html
+    qreport model.hbf --reference model/ --sensitivity   what each matrix alone costs
 
 docs/accuracy.md says what every figure means.
 """
@@ -14,18 +16,21 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .console import UsageError, run
+from .stages import Rate, stages, token_rate
+from .text_file import read_text
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..engine.report import Progress, Report
+    from ..engine.report import Report
     from ..formats.checkpoint import Checkpoint
+    from .report_data import Sensitivity, Speed
 
 BUILT_IN_TEXT = Path(__file__).with_name("data") / "austen.txt"
 """Passages of Emma, Mansfield Park and Northanger Abbey (Jane Austen, 1814 to 1817), in the public domain."""
@@ -43,12 +48,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line of qreport."""
     parser = _Parser(
         prog="qreport",
-        description="Compare a quantized model with its reference: tensor by tensor, layer by layer, token by token.",
-        epilog="examples: qreport model.hbf --reference model/ | qreport model.gguf --reference model/ --tokens 10240 --html report.html",
+        description="Compare quantized models with their reference: tensor by tensor, layer by layer, token by token.",
+        epilog="examples: qreport model.hbf --reference model/ | qreport a.hbf b.gguf --reference model/ --tokens 10240 --html report.html",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a .hbf, .gguf or .safetensors file, a Hugging Face folder, or a hub name")
+    add("models", metavar="MODEL", nargs="+", help="a .hbf, .gguf or .safetensors file, a Hugging Face folder, or a hub name; or several")
     add("--reference", metavar="REF", required=True, help="the checkpoint to compare with, of any of these kinds")
     add("--text", metavar="FILE", help="text to predict, UTF-8; - is stdin (default: passages by Jane Austen)")
     add("--tokens", metavar="N", type=int, default=TOKENS, help=f"tokens of the text, in whole chunks (default {TOKENS})")
@@ -60,6 +65,9 @@ def parser() -> argparse.ArgumentParser:
         help="activations of the model: int8 (default), or f32, so that only weights err",
     )
     add("--tensors-only", action="store_true", help="compare tensors, run nothing")
+    add("--sensitivity", action="store_true", help="measure what each matrix alone does to the predictions, too")
+    add("--sensitivity-tokens", metavar="N", type=int, help="tokens of the text for that, in chunks of 256 (default 1024)")
+    add("--speed", action="store_true", help="measure prefill and decode, too, as qbench does")
     add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
     add("--json", action="store_true", help="print one JSON object")
     add("--html", metavar="FILE", help="write a page with plots, too")
@@ -72,79 +80,161 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    arguments = parser().parse_args(argv)
-    for option, least, most in (("tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512)):
-        value = getattr(arguments, option)
-        if value is not None and not least <= value <= most:
-            raise UsageError(f"--{option} must be between {least} and {most}, not {value}")
-    if arguments.tensors_only and arguments.text is not None:
-        raise UsageError("--text and --tensors-only: give one of them")
+    arguments = _arguments(argv)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ..formats.checkpoint import open_checkpoint
     from ..formats.sources import resolve_source
     from .display import note
 
     start = time.perf_counter()
-    model_path, reference_path = (resolve_source(name, note) for name in (arguments.model, arguments.reference))
+    *model_paths, reference_path = (resolve_source(name, note) for name in (*arguments.models, arguments.reference))
     with ExitStack() as stack:
-        model, reference = (stack.enter_context(open_checkpoint(path)) for path in (model_path, reference_path))
+        *models, reference = (stack.enter_context(open_checkpoint(path)) for path in (*model_paths, reference_path))
         page = None
         if arguments.html is not None:  # opened first: a folder that is missing should not be found after the work
             from ..formats.atomic import atomic_file
             from ..formats.convert import inputs
 
             texts = [] if arguments.text in (None, "-") else [arguments.text]
-            page = stack.enter_context(atomic_file(arguments.html, inputs=[*inputs(model), *inputs(reference), *texts]))
-        report = _report(model, reference, arguments)
-        from .report_data import report_data
-
-        data = report_data(report, "built-in" if arguments.text is None else arguments.text, time.perf_counter() - start)
+            sources = [path for checkpoint in (*models, reference) for path in inputs(checkpoint)]
+            page = stack.enter_context(atomic_file(arguments.html, inputs=[*sources, *texts]))
+        reports, found = _measure(models, reference, arguments)
+        data: dict[str, Any] = found[0] if len(found) == 1 else {"reference": str(reference.path), "models": found}
+        data["seconds"] = time.perf_counter() - start
         if page is not None:
             from .report_html import report_html
+            from .report_models_html import models_html
 
-            page.write(report_html(data, report).encode())
-    for text in report.notes:
+            page.write((report_html(data, reports[0]) if len(models) == 1 else models_html(data, reports)).encode())
+    for text in dict.fromkeys(text for report in reports for text in report.notes):
         note(text)
     if arguments.json:
         from .display import print_json
 
         print_json(data)
     else:
-        from .report_text import print_report
+        from .report_text import print_models, print_report
 
-        print_report(data)
+        (print_report if len(models) == 1 else print_models)(data)
         if arguments.html is not None:
             note(f"the page is {arguments.html}")
     return 0
 
 
-def _report(model: Checkpoint, reference: Checkpoint, arguments: argparse.Namespace) -> Report:
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What was typed, checked. Raises UsageError."""
+    arguments = parser().parse_intermixed_args(argv)  # models may stand before and after options
+    limits = (("tokens", 1, _MOST_TOKENS), ("sensitivity_tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512))
+    for option, least, most in limits:
+        value = getattr(arguments, option)
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"--{option.replace('_', '-')} must be between {least} and {most}, not {value}")
+    for option in ("text", "sensitivity", "speed"):
+        if arguments.tensors_only and getattr(arguments, option):
+            raise UsageError(f"--{option} and --tensors-only: give one of them")
+    if arguments.sensitivity_tokens is not None and not arguments.sensitivity:
+        raise UsageError("--sensitivity-tokens: give --sensitivity, too")
+    return arguments
+
+
+def _measure(models: list[Checkpoint], reference: Checkpoint, arguments: argparse.Namespace) -> tuple[list[Report], list[dict[str, Any]]]:
+    """The report on each model, and the JSON object of each without the time that it took."""
     from ..engine.compare import check_comparable, tensor_pairs
-    from ..engine.report import make_report, why_not_run
+    from ..engine.report import make_reports, why_not_run
+    from .report_data import report_data
 
-    check_comparable(model, reference)
-    tensor_pairs(model, reference)  # refuses what cannot be compared before any work is done
-    notes = [*model.notes, *reference.notes]
-    ids: np.ndarray | None = None
-    reason = why_not_run(model) or why_not_run(reference)
-    if reason is None and arguments.text is None and not (model.tokenizer or reference.tokenizer):
-        reason = f"neither {model.path.name} nor {reference.path.name} has a tokenizer: only tensors are compared"
-    if arguments.tensors_only:
-        pass
-    elif reason is None:
-        from ..engine.evaluation_text import evaluation_tokens
+    for model in models:
+        check_comparable(model, reference)
+        tensor_pairs(model, reference)  # refuses what cannot be compared before any work is done
+    notes = {id(model): [*model.notes, *reference.notes] for model in models}
+    run = []
+    for model in [] if arguments.tensors_only else models:
+        reason = why_not_run(model) or why_not_run(reference)
+        if reason is None and arguments.text is None and not (model.tokenizer or reference.tokenizer):
+            reason = f"neither {model.path.name} nor {reference.path.name} has a tokenizer: only tensors are compared"
+        if reason is None:
+            run.append(model)
+        else:
+            notes[id(model)].append(reason)
+    text = _text(arguments) if run else ""
+    ids = _token_ids(run, reference, text, arguments.tokens, arguments.chunk, notes)
+    speeds = {id(model): _speed(model, arguments) for model in run if arguments.speed}
+    rate = _rates(arguments.tokens if ids is None else ids.size)
+    with stages(rate) as progress:
+        common = arguments.compute, arguments.threads, arguments.chunk, progress
+        rest = [model for model in models if model not in run]
+        made = {id(r.model): r for r in (*make_reports(rest, reference, None, *common), *make_reports(run, reference, ids, *common))}
+    sensitivities = {id(model): _sensitivity(model, reference, text, arguments) for model in run if arguments.sensitivity}
+    reports, found = [made[id(model)] for model in models], []
+    text_name = "built-in" if arguments.text is None else arguments.text
+    for report in reports:
+        key = id(report.model)
+        report.notes = list(dict.fromkeys([*notes[key], *(_converted(report.model) if report.tokens else ())]))
+        found.append(report_data(report, text_name, sensitivities.get(key), speeds.get(key)))
+    return reports, found
 
-        text = read_text(arguments.text, arguments.tokens)
-        ids, more = evaluation_tokens(model, reference, text, arguments.tokens, arguments.chunk)
-        notes += more
-    else:
-        notes.append(reason)
-    with _progress(0 if ids is None else ids.size) as progress:
-        report = make_report(model, reference, ids, arguments.compute, arguments.threads, arguments.chunk, progress)
-    if ids is not None:
-        notes += _converted(model)
-    report.notes = list(dict.fromkeys(notes))
-    return report
+
+def _text(arguments: argparse.Namespace) -> str:
+    """The text, or enough of its beginning. stdin can be read only once."""
+    most = max(arguments.tokens, arguments.sensitivity_tokens or 0)
+    return read_text(str(BUILT_IN_TEXT) if arguments.text is None else arguments.text, most)
+
+
+def _token_ids(
+    models: list[Checkpoint], reference: Checkpoint, text: str, tokens: int, chunk: int, notes: dict[int, list[str]]
+) -> np.ndarray | None:
+    """The tokens of the text, which all models must read alike; None if there are no models. Raises ReportError."""
+    import numpy as np
+
+    from ..engine.compare import ReportError
+    from ..engine.evaluation_text import evaluation_tokens
+
+    found = None
+    for model in models:
+        ids, more = evaluation_tokens(model, reference, text, tokens, chunk)
+        notes[id(model)] += more
+        if found is not None and not np.array_equal(ids, found):
+            raise ReportError(
+                f"{models[0].path.name} and {model.path.name} make other tokens of the text, "
+                "so that their figures would not be comparable: report on them one by one"
+            )
+        found = ids
+    return found
+
+
+def _speed(model: Checkpoint, arguments: argparse.Namespace) -> Speed:
+    """As qbench measures it: 512 tokens of prefill and 128 of decode, or as many as the context has room for, three times."""
+    from ..engine.benchmark import benchmark
+    from ..engine.engine import Engine
+    from ..engine.rope import longest_context
+    from .report_data import Speed
+
+    assert model.architecture is not None
+    longest = longest_context(model.metadata, model.architecture)
+    prompt, tokens = min(512, longest), max(1, min(128, longest - 2))
+    with Engine(model.path, compute=arguments.compute, threads=arguments.threads, context=max(prompt, tokens + 2)) as engine:
+        return Speed(prompt, tokens, benchmark(engine, prompt, tokens, 3))
+
+
+def _sensitivity(model: Checkpoint, reference: Checkpoint, text: str, arguments: argparse.Namespace) -> Sensitivity:
+    from ..engine.evaluation_text import evaluation_tokens
+    from ..engine.sensitivity import CHUNK, measure_sensitivities, probing_tokens
+    from .report_data import Sensitivity
+
+    chunk = min(CHUNK, arguments.chunk)
+    ids, _ = evaluation_tokens(model, reference, text, arguments.sensitivity_tokens or probing_tokens(reference), chunk)
+    with stages(_rates(ids.size)) as progress:
+        found = measure_sensitivities(reference, model, ids.reshape(-1, chunk), threads=arguments.threads, progress=progress)
+    return Sensitivity(found, ids.size // chunk, chunk)
+
+
+def _rates(tokens: int) -> Rate:
+    of_text = token_rate(tokens)
+
+    def rate(stage: str, done: float, total: float, seconds: float) -> str:
+        return f"{done / seconds / 1e6:.1f} M weights/s" if stage == "tensors" else of_text(stage, done, total, seconds)
+
+    return rate
 
 
 def _converted(model: Checkpoint) -> list[str]:
@@ -156,73 +246,6 @@ def _converted(model: Checkpoint) -> list[str]:
         f"tensors in {kind} are run as {other}; what that changes is part of the errors of layers and predictions"
         for kind, other in kinds.items()
     ]
-
-
-def read_text(name: str | None, tokens: int) -> str:
-    """The text in a file (None: the built-in one; "-": stdin), or enough of its beginning for so many tokens.
-
-    Raises InputError for a file that cannot be read or is not UTF-8.
-    """
-    from ..formats.errors import InputError
-    from ..formats.mapped import open_stream, why_not_opened
-
-    if name == "-" and sys.stdin is None:
-        raise InputError("stdin", "is closed")
-    most = max(1 << 20, 64 * tokens)
-    path = BUILT_IN_TEXT if name is None else Path(name)
-    try:
-        if name == "-":
-            data = sys.stdin.buffer.read(most + 1)
-        else:
-            with open_stream(path) as file:
-                data = file.read(most + 1)
-    except OSError as error:
-        raise InputError(path, why_not_opened(error, path)) from None
-    except ValueError:
-        raise InputError(str(name), "cannot be opened: not a file name") from None
-    cut = len(data) > most
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if cut and error.start >= most - 4:  # only the last character, which the cut went through
-            return data[: error.start].decode("utf-8-sig")
-        raise InputError(path, "is not UTF-8 text; convert it first", offset=error.start) from None
-
-
-@contextmanager
-def _progress(tokens: int) -> Iterator[Progress]:
-    """A bar with rate and time left on stderr, if that is a terminal."""
-    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
-        yield lambda what, done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    rate_column = TextColumn("{task.fields[rate]:>14}")
-    columns = (TextColumn("{task.description:8}"), BarColumn(), TaskProgressColumn(), rate_column, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-        begun: dict[str, float] = {}
-        shown: dict[str, float] = {}
-
-        def progress(what: str, done: float, total: float) -> None:
-            now = time.monotonic()
-            if what not in tasks:
-                for other in tasks.values():
-                    bar.update(other, visible=False)
-                tasks[what], begun[what] = bar.add_task(what, total=total, rate=""), now
-            if done < total and now - shown.get(what, 0) < 0.1:
-                return
-            shown[what] = now
-            seconds = max(now - begun[what], 1e-3)
-            rate = ""
-            if what == "tensors":
-                rate = f"{done / seconds / 1e6:.1f} M weights/s"
-            elif what == "text" and total:
-                rate = f"{tokens * done / total / seconds:.0f} tokens/s"
-            bar.update(tasks[what], completed=done, total=total, rate=rate, visible=True)
-
-        yield progress
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,101 +11,97 @@ import numpy as np
 
 from ..engine.report import Report
 from .display import one_line, size_text
-from .report_text import kind_of, scored_text
-from .svg import COLOURS, Plot, escape
+from .report_methods import KL_HEADING, METHOD_HEADINGS, method_cells
+from .report_page import heading, number, page, percent, table
+from .report_sensitivity import by_kind, kind_of, layer_of, measured, most_sensitive, sensitivity_text
+from .report_text import scored_text
+from .svg import COLOURS, Plot, escape, heat_map, horizontal_bars
 
-_STYLE = """
-:root { --paper: #fff; --ink: #1b1f24; --soft: #59636e; --rule: #d8dee4; --card: #f6f8fa; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171a; --ink: #e6e9ec; --soft: #9aa4ae; --rule: #33393f; --card: #1d2125; }
-}
-body { margin: 2rem auto; max-width: 1060px; padding: 0 1rem; font: 15px/1.5 system-ui, sans-serif; }
-body { background: var(--paper); color: var(--ink); }
-h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .6rem; }
-p { margin: .4rem 0; } .soft { color: var(--soft); }
-.cards { display: flex; flex-wrap: wrap; gap: .7rem; margin: 1.2rem 0; }
-.card { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: .6rem 1rem; min-width: 8.5rem; }
-.card b { display: block; font-size: 1.25rem; } .card span { color: var(--soft); font-size: .85rem; }
-.card b, table { font-variant-numeric: tabular-nums; }
-table { border-collapse: collapse; font-size: .88rem; margin: .6rem 0; }
-th, td { padding: .22rem .75rem .22rem 0; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; } th:first-child, td:first-child { text-align: left; }
-.scroll { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: .8rem; }
-details { margin: .8rem 0; } summary { cursor: pointer; }
-svg { max-width: 100%; height: auto; }
-svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-svg .title { font-weight: 600; font-size: 12.5px; fill: var(--ink); }
-svg .halo { paint-order: stroke; stroke: var(--paper); stroke-width: 4px; fill: var(--ink); }
-svg .grid { stroke: var(--rule); stroke-width: 1; } svg .axis { stroke: var(--soft); stroke-width: 1; }
-"""
-
+MOST_SENSITIVE = 20
+"""Tensors whose divergences are drawn by themselves."""
 
 def report_html(data: dict[str, Any], report: Report) -> str:
     """The page. data: what report_data gave; report: for the divergence of every token."""
     title = f"{_name(data['model'])} against {_name(data['reference'])}"
-    parts = [
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">',
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="soft">Accuracy report by Halfbyte. Architecture {escape(one_line(data["architecture"] or "not known"))}; '
-        f"model run with {'8-bit' if data['compute'] == 'int8' else 'float32'} activations, reference with float32.</p>",
-        _cards(data),
-    ]
+    return page(title, about(data), [cards(data), *sections(data, report), notes(data["notes"])])
+
+
+def about(data: dict[str, Any]) -> str:
+    """How models were run, in words."""
+    return (
+        f"Accuracy report by Halfbyte. Architecture {one_line(data['architecture'] or 'not known')}; "
+        f"models run with {'8-bit' if data['compute'] == 'int8' else 'float32'} activations, reference with float32."
+    )
+
+
+def sections(data: dict[str, Any], report: Report, level: int = 2) -> list[str]:
+    """Everything about one model, each part below a heading of that level."""
+    parts = []
     if data["tokens"] and report.tokens is not None:
-        parts.append(_tokens(data["tokens"], report.tokens.divergences))
+        parts.append(_tokens(data["tokens"], report.tokens.divergences, level))
     if data["layers"]:
-        parts.append(_layers(data["layers"]))
-    parts.append(_tensors(data["tensors"]))
-    if data["notes"]:
-        parts.append("<h2>Notes</h2><ul>" + "".join(f"<li>{escape(one_line(note))}</li>" for note in data["notes"]) + "</ul>")
-    parts.append("</body></html>\n")
-    return "".join(parts)
+        parts.append(_layers(data["layers"], level))
+    if "sensitivity" in data:
+        parts.append(_sensitivity(data, level))
+    parts.append(_methods(data["methods"], level))
+    parts.append(_tensors(data["tensors"], level))
+    return parts
+
+
+def notes(texts: Sequence[str]) -> str:
+    """Remarks as a list, "" if there are none."""
+    items = "".join(f"<li>{escape(one_line(text))}</li>" for text in texts)
+    return f"{heading('Notes', 2)}<ul>{items}</ul>" if items else ""
 
 
 def _name(path: str) -> str:
     return one_line(Path(path).name)
 
 
-def _cards(data: dict[str, Any]) -> str:
-    cards = [
+def cards(data: dict[str, Any]) -> str:
+    """The most important figures of a model."""
+    found = [
         (size_text(data["bytes"]), f"file, instead of {size_text(data['reference_bytes'])}"),
         (f"{data['bits_per_weight']:.3f}", "bits per weight"),
     ]
     tokens = data["tokens"]
     if tokens:
-        cards += [
-            (_number(tokens["kl_mean"]), "KL divergence, mean, nats"),
-            (_percent(tokens["top1"]), "same most likely token"),
+        found += [
+            (number(tokens["kl_mean"]), "KL divergence, mean, nats"),
+            (percent(tokens["top1"]), "same most likely token"),
             (f"{tokens['ppl']:.3f}", f"perplexity, reference {tokens['ppl_reference']:.3f}"),
         ]
+    if "speed" in data:
+        speed = data["speed"]
+        found.append((f"{speed['decode']:.1f}", f"tokens/s decode; prefill {speed['prefill']:.1f}"))
     quantized = [t for t in data["tensors"] if t["nmse"] > 0]
     if quantized:
         worst = min(quantized, key=lambda t: t["cosine"])
-        cards.append((f"{worst['cosine']:.5f}", f"worst tensor: {one_line(worst['name'])}"))
-    boxes = "".join(f'<div class="card"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in cards)
+        found.append((f"{worst['cosine']:.5f}", f"worst tensor: {one_line(worst['name'])}"))
+    boxes = "".join(f'<div class="card"><b>{escape(b)}</b><span>{escape(s)}</span></div>' for b, s in found)
     return f'<div class="cards">{boxes}</div>'
 
 
 # ---- predictions -----------------------------------------------------------------------------------------------------
 
 
-def _tokens(tokens: dict[str, Any], divergences: np.ndarray) -> str:
+def _tokens(tokens: dict[str, Any], divergences: np.ndarray, level: int) -> str:
     headings = ("", "KL mean", "median", "99 %", "largest", "same top token", "cosine of logits", "perplexity")
     rows = [("model", tokens)]
     if "weights" in tokens:
         rows += [("its weights alone", tokens["weights"]), ("its activations alone", tokens["activations"])]
     cells = [
         (
-            name, *(_number(t[key]) for key in ("kl_mean", "kl_median", "kl_p99", "kl_max")),
-            _percent(t["top1"]), f"{t['cosine_mean']:.5f}", f"{t['ppl']:.3f}",
+            name, *(number(t[key]) for key in ("kl_mean", "kl_median", "kl_p99", "kl_max")),
+            percent(t["top1"]), f"{t['cosine_mean']:.5f}", f"{t['ppl']:.3f}",
         )
         for name, t in rows
     ]  # fmt: skip
-    text = f"{scored_text(tokens)}. KL divergence {_number(tokens['kl_mean'])} ± {_number(tokens['kl_standard_error'])} nats per token."
+    text = f"{scored_text(tokens)}. KL divergence {number(tokens['kl_mean'])} ± {number(tokens['kl_standard_error'])} nats per token."
     if "shares" in tokens:
         shares = tokens["shares"]
-        text += f" Of that, weights {_number(shares['kl_weights'])} and 8-bit activations {_number(shares['kl_activations'])}."
-    return f"<h2>Predictions</h2><p>{escape(text)}</p>{_table(headings, cells)}{_histogram(tokens, divergences)}"
+        text += f" Of that, weights {number(shares['kl_weights'])} and 8-bit activations {number(shares['kl_activations'])}."
+    return f"{heading('Predictions', level)}<p>{escape(text)}</p>{table(headings, cells)}{_histogram(tokens, divergences)}"
 
 
 def _histogram(tokens: dict[str, Any], divergences: np.ndarray) -> str:
@@ -124,14 +121,71 @@ def _histogram(tokens: dict[str, Any], divergences: np.ndarray) -> str:
     for a, b, count in zip(edges[:-1], edges[1:], counts, strict=True):
         plot.bar(float(a) * 1.01, float(b) * 0.99, float(count), COLOURS[0], f"{a:.2g} to {b:.2g}: {count} tokens")
     for key, name in (("kl_median", "median"), ("kl_mean", "mean"), ("kl_p99", "99 %")):
-        plot.rule(tokens[key], f"{name} {_number(tokens[key])}", left=key == "kl_median" and tokens["kl_median"] < tokens["kl_mean"])
+        plot.rule(tokens[key], f"{name} {number(tokens[key])}", left=key == "kl_median" and tokens["kl_median"] < tokens["kl_mean"])
     return plot.svg()
+
+
+# ---- how it was made -------------------------------------------------------------------------------------------------
+
+
+def _methods(rows: list[dict[str, Any]], level: int) -> str:
+    if not rows:
+        return ""
+    headings = [*METHOD_HEADINGS, *([KL_HEADING] if "kl" in rows[0] else [])]
+    text = "How tensors were made, as the file itself says: their number, and their shares of weights, bytes and summed squared error"
+    text += ", and of the summed KL divergences of single matrices." if "kl" in rows[0] else "."
+    return f"{heading('Methods', level)}<p>{escape(text)}</p>{table(headings, [method_cells(row) for row in rows])}"
+
+
+def _sensitivity(data: dict[str, Any], level: int) -> str:
+    tensors = measured(data["tensors"])
+    kinds = list(dict.fromkeys(kind_of(t["name"]) for t in tensors if layer_of(t["name"]) is not None))
+    layers = sorted({layer for t in tensors if (layer := layer_of(t["name"])) is not None})
+    cells = {
+        (kinds.index(kind_of(t["name"])), layers.index(layer)): (t["kl"], _sensitivity_tip(t))
+        for t in tensors
+        if (layer := layer_of(t["name"])) is not None
+    }
+    colour = format_colours(tensors)
+    sums, worst = by_kind(tensors), most_sensitive(tensors, MOST_SENSITIVE)
+    bars = [
+        horizontal_bars(
+            "Sum by kind and format", "KL divergence, nats per token",
+            [
+                (
+                    f"{one_line(row['kind'])} {row['format']}", row["kl"], colour[row["format"]],
+                    f"{row['tensors']} tensors: {number(row['kl'])}, {percent(row['bytes_share'])} of the bytes",
+                )
+                for row in sums
+            ],
+        ),
+        horizontal_bars(
+            f"The {len(worst)} most sensitive tensors", "KL divergence, nats per token",
+            [
+                (f"{one_line(t['name'].removesuffix('.weight'))} {t['format']}", t["kl"], colour[t["format"]], _sensitivity_tip(t))
+                for t in worst
+            ],
+        ),
+    ]  # fmt: skip
+    plot = heat_map("KL divergence by layer and kind", "layer", list(map(str, layers)), list(map(one_line, kinds)), cells, "nats per token")
+    text = sensitivity_text(data).removeprefix("sensitivity: ")
+    return f'{heading("Sensitivity", level)}<p>{escape(text)}.</p>{plot}<div class="plots">{"".join(bars)}</div>'
+
+
+def _sensitivity_tip(tensor: dict[str, Any]) -> str:
+    return f"{one_line(tensor['name'])}, {tensor['format']}: {number(tensor['kl'])}"
+
+
+def format_colours(tensors: list[dict[str, Any]]) -> dict[str, str]:
+    """A colour for each format."""
+    formats = dict.fromkeys(t["format"] for t in tensors)
+    return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(formats)}
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def _layers(layers: list[dict[str, Any]]) -> str:
+def _layers(layers: list[dict[str, Any]], level: int) -> str:
     numbers = [layer["layer"] for layer in layers]
     parts = [key for key, value in layers[0].items() if isinstance(value, dict) and key not in ("weights", "activations")]
     series = [("residual stream", [layer["cosine"] for layer in layers])]
@@ -159,19 +213,18 @@ def _layers(layers: list[dict[str, Any]]) -> str:
         for (name, ys, dashed), colour in zip(errors, (COLOURS[1], "var(--ink)", COLOURS[0]), strict=False):
             plot.line(numbers, ys, colour, name, dashed)
         plots += plot.svg()
-    return f"<h2>Layers</h2>{plots}"
+    return heading("Layers", level) + plots
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
-def _tensors(tensors: list[dict[str, Any]]) -> str:
+def _tensors(tensors: list[dict[str, Any]], level: int) -> str:
     quantized = [t for t in tensors if t["nmse"] > 0]
-    formats = list(dict.fromkeys(t["format"] for t in quantized))
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(formats)}
+    colour = format_colours(quantized)
     kinds: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for t in quantized:
-        layer = _layer_of(t["name"])
+        layer = layer_of(t["name"])
         if layer is not None:
             kinds.setdefault(kind_of(t["name"]), []).append((layer, t))
     top = max((math.sqrt(t["nmse"]) for members in kinds.values() for _, t in members if math.isfinite(t["nmse"])), default=0.0)
@@ -188,46 +241,23 @@ def _tensors(tensors: list[dict[str, Any]]) -> str:
                 tip = f"{one_line(t['name'])}, {t['format']}: error {error:.3%}, cosine {t['cosine']:.6f}"
                 plot.bar(layer - 0.4, layer + 0.4, error, colour[t["format"]], tip, t["format"])
             plots.append(plot.svg())
-    others = [t for t in quantized if _layer_of(t["name"]) is None]
-    outside = ", ".join(f"{one_line(t['name'])} {t['format']} {_percent(math.sqrt(t['nmse']))}" for t in others if t["nmse"] >= 0)
+    others = [t for t in quantized if layer_of(t["name"]) is None]
+    outside = ", ".join(f"{one_line(t['name'])} {t['format']} {percent(math.sqrt(t['nmse']))}" for t in others if t["nmse"] >= 0)
     headings = ("tensor", "shape", "format", "was", "bits", "cosine", "relative error", "worst block", "its error")
     rows = [
         (
             one_line(t["name"]), " × ".join(map(str, t["shape"])), t["format"], t["reference_format"], f"{t['bits_per_weight']:.2f}",
-            f"{t['cosine']:.6f}", _percent(math.sqrt(t["nmse"]) if t["nmse"] >= 0 else math.nan),
+            f"{t['cosine']:.6f}", percent(math.sqrt(t["nmse"]) if t["nmse"] >= 0 else math.nan),
             f"row {t['worst_block']['row']}, block {t['worst_block']['block']}" if t["nmse"] > 0 else "",
-            _number(t["worst_block"]["error"]),
+            number(t["worst_block"]["error"]),
         )
         for t in tensors
     ]  # fmt: skip
     return (
-        "<h2>Tensors</h2><p>Error of the weights, root mean square, relative to the weights of the reference. "
+        heading("Tensors", level) + "<p>Error of the weights, root mean square, relative to the weights of the reference. "
         "The worst block is the 32 weights with the largest error, in units of the tensor's root mean square.</p>"
         f'<div class="plots">{"".join(plots)}</div>'
         + (f"<p>Outside the layers: {escape(outside)}.</p>" if outside else "")
-        + f"<details><summary>All {len(tensors)} tensors</summary>{_table(headings, rows)}</details>"
+        + f"<details><summary>All {len(tensors)} tensors</summary>{table(headings, rows)}</details>"
     )
 
-
-def _layer_of(name: str) -> int | None:
-    pieces = name.split(".")
-    return int(pieces[1]) if len(pieces) > 2 and pieces[0] == "blk" and pieces[1].isdecimal() else None
-
-
-# ---- text ------------------------------------------------------------------------------------------------------------
-
-
-def _table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in headings)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    return f"{value:.2e}" if 0 < abs(value) < 5e-5 else f"{value:.4g}"
-
-
-def _percent(value: float) -> str:
-    return f"{value:.2%}" if math.isfinite(value) else str(value)

@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 from .display import one_line, size_text, table
+from .report_methods import KL_HEADING, METHOD_HEADINGS, method_cells
+from .report_models import front, labels, model_rows
+from .report_sensitivity import by_kind, kind_of, most_sensitive, sensitivity_text, share_text
 
 WORST = 8
 """Tensors that are named by themselves."""
 
 
 def print_report(data: dict[str, Any]) -> None:
-    """Prints what `report_data` gave: sizes, tensors by kind, the worst of them, layers, predictions."""
+    """Prints what `report_data` gave: sizes, tensors by kind, the worst of them, methods, layers, predictions, sensitivity, speed."""
     model, reference = (one_line(Path(data[key]).name) for key in ("model", "reference"))
     print(f"{model} against {reference}")
     print(f"{size_text(data['bytes'])} instead of {size_text(data['reference_bytes'])}, {data['bits_per_weight']:.3f} bits per weight\n")
     _print_tensors(data["tensors"])
+    _print_methods(data["methods"])
     if data["layers"]:
         _print_layers(data["layers"])
     if data["tokens"]:
         _print_tokens(data["tokens"])
+    if "sensitivity" in data:
+        _print_sensitivity(data)
+    if "speed" in data:
+        speed = data["speed"]
+        print(f"\nspeed with {speed['threads']} threads: {speed_text(speed)}")
     print(f"\n{data['seconds']:.1f} s")
+
+
+def print_models(data: dict[str, Any]) -> None:
+    """Prints several models side by side, a row for each, and what was measured of their matrices."""
+    models = data["models"]
+    print(f"against {one_line(Path(data['reference']).name)}, {size_text(models[0]['reference_bytes'])}")
+    ran = next((m["tokens"] for m in models if m["tokens"]), None)
+    if ran:
+        print(f"predictions: {scored_text(ran)}; perplexity of the reference: {ran['ppl_reference']:.3f}")
+    print()
+    headings, rows = model_rows(models)
+    table(headings, rows, right=range(1, len(headings)))
+    if ran:
+        names = labels([m["model"] for m in models])
+        best = front([m["bytes"] for m in models], [m["tokens"]["kl_mean"] if m["tokens"] else math.inf for m in models])
+        print(f"\nno other is both smaller and nearer to the reference: {', '.join(names[i] for i in best) or 'none'}")
+    for model, name in zip(models, labels([m["model"] for m in models]), strict=True):
+        if "sensitivity" in model:
+            print(f"\n{name}")
+            _print_sensitivity(model)
+    print(f"\n{data['seconds']:.1f} s")
+
+
+def speed_text(speed: dict[str, Any]) -> str:
+    """Decode and prefill in words."""
+    decode, prefill = (f"{speed[key]:.1f} tokens/s" for key in ("decode", "prefill"))
+    return f"decode {decode} ({speed['tokens']} tokens), prefill {prefill} ({speed['prompt']} tokens)"
 
 
 def scored_text(tokens: dict[str, Any]) -> str:
@@ -29,12 +66,6 @@ def scored_text(tokens: dict[str, Any]) -> str:
     count, chunks = tokens["count"], tokens["chunks"]
     of = "a chunk" if chunks == 1 else f"each of {chunks} chunks"
     return f"{count} tokens, in the second half of {of} of {tokens['chunk']}; text: {one_line(tokens['text'])}"
-
-
-def kind_of(name: str) -> str:
-    """What a tensor is in any layer: attn_q of blk.3.attn_q.weight."""
-    pieces = name.removesuffix(".weight").split(".")
-    return ".".join(pieces[2:]) if len(pieces) > 2 and pieces[0] == "blk" and pieces[1].isdecimal() else ".".join(pieces)
 
 
 def _print_tensors(tensors: list[dict[str, Any]]) -> None:
@@ -46,7 +77,7 @@ def _print_tensors(tensors: list[dict[str, Any]]) -> None:
         worst = min(members, key=lambda t: t["cosine"])
         mean = sum(t["cosine"] for t in members) / len(members)
         error = (sum(t["nmse"] for t in members) / len(members)) ** 0.5
-        weights = sum(_weights(t) for t in members)
+        weights = sum(math.prod(t["shape"]) for t in members)
         bits = 8 * sum(t["bytes"] for t in members) / weights if weights else 0.0
         where = worst["name"] if len(members) > 1 and worst["nmse"] > 0 else ""
         rows.append((kind, form, len(members), f"{bits:.2f}", f"{mean:.6f}", f"{worst['cosine']:.6f}", f"{error:.2%}", where))
@@ -59,11 +90,10 @@ def _print_tensors(tensors: list[dict[str, Any]]) -> None:
         table(("tensor", "format", "where", "error"), cells, right=(3,))
 
 
-def _weights(tensor: dict[str, Any]) -> int:
-    count = 1
-    for size in tensor["shape"]:
-        count *= size
-    return count
+def _print_methods(rows: list[dict[str, Any]]) -> None:
+    print("\nhow tensors were made, as the file says; shares of the model, of its summed squared error")
+    headings = [*METHOD_HEADINGS, *([KL_HEADING] if "kl" in rows[0] else [])] if rows else METHOD_HEADINGS
+    table(headings, [method_cells(row) for row in rows], right=range(2, len(headings)))
 
 
 def _print_layers(layers: list[dict[str, Any]]) -> None:
@@ -101,3 +131,21 @@ def _print_tokens(tokens: dict[str, Any]) -> None:
     if "shares" in tokens:
         shares = tokens["shares"]
         print(f"of that, weights {shares['kl_weights']:.5f} and int8 activations {shares['kl_activations']:+.5f}")
+
+
+def _print_sensitivity(data: dict[str, Any]) -> None:
+    print(f"\n{sensitivity_text(data)}")
+    table(
+        ("most sensitive", "format", "KL divergence", "share"),
+        [(t["name"], t["format"], f"{t['kl']:.6f}", share_text(t["kl"], data)) for t in most_sensitive(data["tensors"], WORST)],
+        right=(2, 3),
+    )
+    print()
+    table(
+        ("kind", "format", "number", "KL divergence, sum", "share", "bytes"),
+        [
+            (row["kind"], row["format"], row["tensors"], f"{row['kl']:.6f}", share_text(row["kl"], data), f"{row['bytes_share']:.2%}")
+            for row in by_kind(data["tensors"])
+        ],
+        right=(2, 3, 4, 5),
+    )
