@@ -1,0 +1,265 @@
+"""qcompare: several models answer the same prompts, side by side.
+
+    qcompare reference/ model.hbf                          a few prompts that come along
+    qcompare a.hbf b.hbf c.gguf --prompt "Why is the sky blue?" --max-tokens 100
+    qcompare reference/ model.hbf --prompts prompts.jsonl --html answers.html
+
+The first model is what the others are held against. Models are run one after the other: while the last one answers, each prompt is
+printed with all answers to it. docs/comparing.md says what every figure means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from .console import UsageError, run
+from .qrun import SAMPLING
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+    from ..engine.sampler import SamplingParams
+    from .compare_answers import Answer, LogitFile
+    from .compare_models import Candidate
+    from .compare_prompts import Prompt
+
+MAX_TOKENS = 64
+"""Tokens of an answer unless told otherwise: enough to see where models part."""
+
+_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed")
+"""Fields of SamplingParams that have an option here, spelled as in qrun. Penalties have none: with them the likeliest token is not the
+one that is chosen, and agreement would not mean what it says."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (qcompare --help shows the options)")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of qcompare."""
+    parser = _Parser(
+        prog="qcompare",
+        description="Let several models answer the same prompts and show the answers side by side: where they part, how fast they are, "
+        "and how far each agrees with the first.",
+        epilog="examples: qcompare reference/ model.hbf | qcompare a.hbf b.gguf --prompt \"Why is the sky blue?\" | "
+        "qcompare reference/ model.hbf --prompts prompts.jsonl --html answers.html",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("models", metavar="MODEL", nargs="+", help="a .hbf or .gguf file, a folder with safetensors, a hub name; the others are compared "
+        "with the first")  # fmt: skip
+    add("--prompt", "-p", metavar="TEXT", action="append", default=[], help="what to answer; may be given several times")
+    add("--prompts", metavar="FILE", help='prompts, one per line, or JSON lines with "messages" or "prompt"; - is stdin')
+    add("--system", metavar="TEXT", help="the system message")
+    add("--raw", action="store_true", help="no chat template: the models continue the prompts")
+    add("--max-tokens", "-n", metavar="N", type=int, default=MAX_TOKENS, help=f"the most tokens of an answer (default {MAX_TOKENS})")
+    for option, other, field, type, metavar, text in SAMPLING:
+        if field in _OPTIONS:
+            add(*filter(None, (option, other)), dest=field, type=type, metavar=metavar, help=text)
+    add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products; f32 is exact and slower")
+    add("--threads", "-t", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
+    add("--json", action="store_true", help="print one JSON object")
+    add("--html", metavar="FILE", help="write a page, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command: returns its exit status. Errors become one line on stderr."""
+    return run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    arguments = parser().parse_intermixed_args(argv)  # models may stand between options
+    if len(arguments.models) < 2:
+        raise UsageError("give two models or more: the first is what the others are compared with (qcompare --help shows the options)")
+    for option, most in (("max_tokens", 1 << 20), ("threads", 512)):
+        value = getattr(arguments, option)
+        if value is not None and not 1 <= value <= most:
+            raise UsageError(f"--{option.replace('_', '-')} must be between 1 and {most}, not {value}")
+    if arguments.raw and arguments.system is not None:
+        raise UsageError("--system needs the chat template that --raw turns off")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    params = _sampling(arguments)
+    from ..formats.sources import resolve_source
+    from .compare_models import survey
+    from .compare_prompts import gather
+    from .display import note, print_json
+
+    start = time.perf_counter()
+    prompts = gather(arguments.prompt, arguments.prompts)
+    paths = [resolve_source(name, note) for name in arguments.models]
+    models = survey(paths, arguments.models, prompts, arguments.raw, arguments.system)
+    notes = list(dict.fromkeys(text for model in models for text in model.notes))
+    for text in notes:
+        note(text)
+    with ExitStack() as stack:
+        page = None
+        if arguments.html is not None:  # opened first: a folder that is missing should not be found after the work
+            from ..formats.atomic import atomic_file
+
+            read = [path for model in models for path in model.inputs]
+            read += [] if arguments.prompts in (None, "-") else [arguments.prompts]
+            page = stack.enter_context(atomic_file(arguments.html, inputs=read))
+        data = _compare(models, prompts, params, arguments)
+        data |= {"notes": notes, "seconds": time.perf_counter() - start}
+        if page is not None:
+            from .compare_html import compare_html
+
+            page.write(compare_html(data).encode("utf-8", "replace"))
+    if arguments.json:
+        print_json(data)
+    else:
+        from .compare_text import print_summary
+
+        print_summary(data["models"], len(prompts))
+        if arguments.html is not None:
+            note(f"the page is {arguments.html}")
+    return 0
+
+
+def _sampling(arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling parameters; the seed, if none is given, is drawn here, so that all models have the same."""
+    from ..engine.sampler import SamplingError, SamplingParams
+
+    given = {field: getattr(arguments, field) for field in _OPTIONS if getattr(arguments, field) is not None}
+    given.setdefault("seed", int.from_bytes(os.urandom(4), "little"))
+    try:
+        return SamplingParams(**given, max_tokens=arguments.max_tokens)
+    except SamplingError as error:
+        option = next(option for option, _, field, *_ in SAMPLING if field == error.field)
+        raise UsageError(option + str(error)[len(error.field) :]) from None
+
+
+def _compare(
+    models: Sequence[Candidate], prompts: Sequence[Prompt], params: SamplingParams, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Runs the models and prints each prompt as soon as all have answered it (without --json). Returns all but notes and seconds."""
+    from ..engine.engine import Engine
+    from .compare_answers import LogitFile
+    from .compare_data import prompt_data, summary
+
+    if not arguments.json:
+        from .compare_text import print_prompt
+
+    first, last = models[0], models[-1]
+    answers: list[list[Answer]] = [[] for _ in prompts]
+    done: list[dict[str, Any]] = []
+    threads = None
+    with ExitStack() as stack:
+        status = stack.enter_context(_Status())
+        kept = None
+        if params.greedy and any(model.same_tokens for model in models[1:]):
+            kept = stack.enter_context(LogitFile(first.vocabulary))
+        for model in models:
+            context = model.context_for(first, arguments.max_tokens)
+            with Engine(model.path, arguments.compute, arguments.threads, context, report=status.loading(model.name)) as engine:
+                threads = engine.model.workers.count
+                for i, prompt in enumerate(prompts):
+                    status.begin(f"{model.name}: prompt {i + 1} of {len(prompts)}")
+                    answers[i].append(_answer(engine, model, i, params, kept, first, answers[i], status))
+                    if model is last:
+                        done.append(prompt_data(prompt, models, answers[i]))
+                        if not arguments.json:
+                            status.clear()
+                            print_prompt(done[-1], i + 1, len(prompts))
+                            sys.stdout.flush()
+    settings = {
+        "max_tokens": arguments.max_tokens,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "seed": None if params.greedy else params.seed,
+        "system": arguments.system,
+        "raw": arguments.raw,
+        "compute": arguments.compute,
+        "threads": threads,
+    }
+    return {"models": summary(models, done), "prompts": done, "settings": settings}
+
+
+def _answer(
+    engine: Engine,
+    model: Candidate,
+    number: int,
+    params: SamplingParams,
+    kept: LogitFile | None,
+    first: Candidate,
+    before: Sequence[Answer],
+    status: _Status,
+) -> Answer:
+    """A model's answer to a prompt, and its agreement with the first model's, whose logits are kept for that."""
+    from ..engine.generation import PromptError
+    from ..engine.sampler import LogitsError
+    from .compare_answers import agreement, answer
+    from .compare_models import CompareError
+
+    try:
+        found = answer(engine, model.prompts[number], params, model.continues, None if before else kept, status.tokens)
+    except (PromptError, LogitsError) as error:
+        raise CompareError(f"prompt {number + 1} with {model.name}: {error}") from None
+    if before and kept is not None and model.same_tokens:
+        found.agreement = agreement(engine, first.prompts[number], before[0].chosen, kept, before[0].row)
+    return found
+
+
+class _Status:
+    """One line on stderr, if that is a terminal, that says what is being done; wiped away before anything else is printed.
+
+    Drawn by the thread that works, a few times a second: a thread of its own would take time from the workers that are measured.
+    """
+
+    def __init__(self) -> None:
+        self._show = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._text, self._width, self._due = "", 0, 0.0
+
+    def loading(self, name: str) -> Any:
+        """report(what, done, total), as the engine calls it while it loads."""
+        self.begin(f"{name}: opening")
+
+        def report(what: str, done: int, total: int) -> None:
+            self._draw(f"{name}: {what} {100 * done // max(total, 1)} %")
+
+        return report
+
+    def begin(self, text: str) -> None:
+        self._text, self._due = text, 0.0
+        self._draw(text)
+
+    def tokens(self, count: int) -> None:
+        self._draw(f"{self._text}, {count} tokens")
+
+    def _draw(self, text: str) -> None:
+        now = time.monotonic()
+        if not self._show or now < self._due:
+            return
+        from .display import one_line
+
+        self._due = now + 0.1
+        text = one_line(text)[: max(shutil.get_terminal_size().columns - 1, 0)]
+        sys.stderr.write("\r" + text.ljust(self._width))
+        sys.stderr.flush()
+        self._width = len(text)
+
+    def clear(self) -> None:
+        if self._width:
+            sys.stderr.write("\r" + " " * self._width + "\r")
+            sys.stderr.flush()
+            self._width = 0
+
+    def __enter__(self) -> _Status:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
