@@ -17,6 +17,7 @@ from typing import Any
 from ..formats.errors import printable
 from ..formats.pretokenizers import TokenizerError
 from ..formats.tokenizer_json import SPACE, default_add_bos, dumps, from_gguf, token_id
+from ..formats.tokenizers_library import build_tokenizer, guarded
 from .tokenizer_cache import Added, keep_table, open_table
 from .tokenizer_reduced import ReducedTokenizer
 
@@ -99,10 +100,10 @@ class Tokenizer:
             return None
         table = open_table(json)
         if table is not None:
-            return ReducedTokenizer(table)
+            return guarded(lambda: ReducedTokenizer(table))
         built = _Library(bytes(json))
         try:
-            _guarded("tokenizer.json", lambda: keep_table(json, built.library))
+            guarded(lambda: keep_table(json, built.library))
         except TokenizerError:
             pass  # odd enough for the library to stumble over; it may be good for what is asked of it
         return built
@@ -235,7 +236,7 @@ class Tokenizer:
         """
         self.ready()
         text = _clean(text)
-        ids = _guarded("tokenizer.json", lambda: self._encode(text, special))
+        ids = guarded(lambda: self._encode(text, special))
         if not special and not self._special.isdisjoint(ids):
             ids = [part for i in ids for part in (self._spelled(i) if i in self._special else (i,))]
         if bos and self._add_bos and self._bos is not None and ids[:1] != [self._bos]:
@@ -258,7 +259,7 @@ class Tokenizer:
             return self._json
         source = self._known
         assert isinstance(source, _Library)  # tables are made of a tokenizer.json only
-        return source.library.to_str(pretty=False).encode()
+        return guarded(lambda: source.library.to_str(pretty=False).encode())
 
     def _encode(self, text: str, special: bool) -> list[int]:
         with self._mode:
@@ -285,11 +286,7 @@ class _Library:
     """The library's object of a whole tokenizer.json (`library`), behind the face that `ReducedTokenizer` has too."""
 
     def __init__(self, json: bytes) -> None:
-        from tokenizers import Tokenizer as Library
-
-        self.library: Any = _guarded("tokenizer.json", lambda: Library.from_buffer(json))
-        self.library.no_truncation()  # settings of training that a tokenizer.json may have kept
-        self.library.no_padding()
+        self.library: Any = build_tokenizer(json)
         added = self.library.get_added_tokens_decoder()
         self.added = {i: Added(token.content, token.special, token.lstrip, token.rstrip) for i, token in added.items()}
         self.id: Callable[[str], int | None] = self.library.token_to_id
@@ -309,7 +306,7 @@ class _Library:
 
     @property
     def first(self) -> list[int]:
-        return _guarded("tokenizer.json", lambda: self.encode("", special=True, marks=True))
+        return guarded(lambda: self.encode("", special=True, marks=True))
 
     def encode(self, text: str, special: bool, marks: bool = False) -> list[int]:
         """marks: with what the post-processor puts around a text."""
@@ -385,13 +382,3 @@ def _is_clean(text: str) -> bool:
 def _clean(text: str) -> str:
     """Without lone surrogates; pairs of them become the character that they spell, as UTF-16 has it."""
     return text if _is_clean(text) else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _guarded(where: str, build: Callable[[], Any]) -> Any:
-    """Runs code of the library; whatever it raises, panics of Rust included, becomes a TokenizerError."""
-    try:
-        return build()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:
-        raise TokenizerError(f"{where}: cannot be used: {printable(error)}") from error

@@ -25,7 +25,7 @@ from ..quant.jit.store import cache_folder, is_ours, keep_file
 
 # magic, crc32 of facts and arrays, bytes of the facts, bytes of the arrays, bytes of the tokenizer.json; then these three.
 _HEADER = struct.Struct("<8sIIQQ")
-_MAGIC = b"HBTOKEN1"  # a new number for every change of what is in the file
+_MAGIC = b"HBTOKEN2"  # a new number for every change of what is in the file
 _ALIGN = 8
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1

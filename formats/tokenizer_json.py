@@ -81,14 +81,9 @@ def compact(tokenizer_json: bytes) -> bytes:
 
 def checked(tokenizer_json: bytes) -> bytes:
     """The same tokenizer.json, which the library was able to read. Raises TokenizerError otherwise."""
-    from tokenizers import Tokenizer
+    from .tokenizers_library import build_tokenizer
 
-    try:
-        Tokenizer.from_buffer(tokenizer_json)
-    except (KeyboardInterrupt, SystemExit, MemoryError):
-        raise
-    except BaseException as error:  # the library's panics are no Exception
-        raise TokenizerError(f"tokenizer.json: cannot be used: {printable(error)}") from None
+    build_tokenizer(tokenizer_json)
     return tokenizer_json
 
 

@@ -82,7 +82,7 @@ def _run(main: Callable[[], int | None], interrupt: _Interrupt) -> int:
             _forget_stdout()
         where = f"{error.filename}: " if error.filename is not None else ""
         print_error(f"{where}{error.strerror or error}")
-    except Exception as error:
+    except BaseException as error:  # panics of libraries in Rust are no Exception
         kind = type(error).__name__
         if interrupt.pressed:  # in the middle of an import of C code, which makes an ImportError of it
             return INTERRUPTED
