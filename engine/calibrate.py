@@ -22,12 +22,12 @@ import numpy as np
 from ..formats.checkpoint import Checkpoint
 from ..formats.decoder import Dimensions
 from ..formats.errors import printable
-from ..formats.tensor import ArrayTensor, Tensor
+from ..formats.tensor import ArrayTensor
 from ..quant.errors import HalfbyteError
 from .moments import Moments, flush, read_panels
 from .plan import Buffer, Section
+from .replaceable import ReplaceableMatrix, ReplaceableWeights
 from .streaming import OUTPUTS, StreamedMatrix, StreamedModel, StreamedWeights, load
-from .weights import make_matrix
 from .workers import Workers
 
 CHUNK = 512
@@ -171,7 +171,9 @@ class Calibration:
             stack.callback(workers.close)
             self._threads = workers.count
             self._pool = stack.enter_context(ThreadPoolExecutor(workers.count))
-            weights = (_FloatWeights if sequential else StreamedWeights)(checkpoint, workers.count, exact=True)
+            weights = (
+                ReplaceableWeights(checkpoint, workers.count) if sequential else StreamedWeights(checkpoint, workers.count, exact=True)
+            )
             tokens = self.texts.shape[1]
             model = self._model = StreamedModel(
                 checkpoint, weights, workers, "f32", tokens, lambda done, total: progress("kernels", done, total)
@@ -253,9 +255,13 @@ class Calibration:
                 self._advance(share)
             for name, values in (self._give([each], [moments]) or {}).items():
                 matrix = matrices.get(name)
-                if name not in each.names or not isinstance(matrix, _FloatMatrix):
+                if name not in each.names or not isinstance(matrix, ReplaceableMatrix):
                     raise CalibrationError(f"{printable(name, 80)} cannot be replaced now: the matrices are {', '.join(each.names)}")
-                matrix.replace(values)
+                if values.shape != (matrix.rows, matrix.columns):
+                    raise CalibrationError(f"{name} is {matrix.rows} x {matrix.columns}; it cannot be replaced by {values.shape}")
+                if not np.isfinite(values).all():
+                    raise CalibrationError(f"{name} cannot be replaced by weights that are not finite")
+                matrix.replace(ArrayTensor(name, values))
             self._model.relink(section)
         for ids, stream in zip(self.texts, self._streams, strict=True):
             self._model.begin(ids, stream)
@@ -319,32 +325,3 @@ class Calibration:
     def _advance(self, cost: float) -> None:
         self._done += cost
         self._progress("text", min(self._done, self._total), self._total)
-
-
-class _FloatMatrix(StreamedMatrix):
-    """A matrix that is run in f32 whatever it is stored in, so that its weights can be replaced by any others."""
-
-    def __init__(self, tensor: Tensor):
-        super().__init__(tensor, exact=True)
-        self.format = "f32"
-
-    def load(self) -> None:
-        if self._loaded is None:
-            self.replace(self._tensor.float32().reshape(self.rows, self.columns))
-
-    def replace(self, values: np.ndarray) -> None:
-        """float32[rows, columns] instead, until `release`. Raises CalibrationError for another shape, or what is not finite."""
-        if values.shape != (self.rows, self.columns):
-            raise CalibrationError(f"{self.name} is {self.rows} x {self.columns}; it cannot be replaced by {values.shape}")
-        if not np.isfinite(values).all():
-            raise CalibrationError(f"{self.name} cannot be replaced by weights that are not finite")
-        self._loaded = make_matrix(ArrayTensor(self.name, values), "f32")
-
-
-class _FloatWeights(StreamedWeights):
-    """All matrices of the layers in f32. The embedding, which is not replaced, stays as it is."""
-
-    def matrix(self, name: str) -> StreamedMatrix:  # type: ignore[override]
-        if name not in self._streamed and name.startswith("blk."):
-            self._streamed[name] = _FloatMatrix(self._tensors[name])
-        return super().matrix(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -37,20 +37,18 @@ from ..formats.decoder import EMBEDDING, HEAD
 from ..formats.native_writer import NativeWriter
 from ..formats.recipe import Choice, Recipe, RecipeError
 from ..formats.statistics import Statistics
-from ..formats.stream import Job, Measure, chunks, default_threads, streams
+from ..formats.stream import Job, Measure, default_threads, streams
 from ..formats.tensor import Tensor
 from ..quant.block import get_format
-from ..quant.errors import NonFiniteError
 from ..quant.feedback import DAMPING
-from ..quant.measures import TensorMeter
-from ..quant.methods import TIED_DAMPING, Inputs, quantize
-from ..quant.scales import check_finite, replace_nonfinite
+from ..quant.methods import TIED_DAMPING, Inputs
 from .calibrate import Calibration, InputStatistics, MatrixInput
+from .quantize_tensor import TensorQuantizer
 
 LEAST_IMPORTANCE = 1e-6
 """Importance of a column that was never active, by the mean of all: a weight of 0 would let it become anything."""
-_MULTIPLICATIONS = {"feedback": (25.0, 3.0), "search": (300.0, 0.0), "nearest": (100.0, 0.0)}
-"""What quantizing a weight costs, in multiplications of the run: (fixed, for each column). For the time left only."""
+_SEARCH, _FEEDBACK = 300.0, 12.0
+"""What quantizing a weight costs, in multiplications of the run: by search, and for each column by error feedback. For times only."""
 
 Progress = Callable[[str, float, float], None]
 """progress(what, done, total): "kernels" in number, "layers" in multiplications."""
@@ -135,6 +133,27 @@ def convert_with_statistics(
     return conversion.run(provide, dict(provenance or {}))
 
 
+def known_inputs(found: InputStatistics, damping: float = DAMPING) -> Inputs:
+    """What calibration has found, as quantization takes it."""
+    mean = found.sums.mean()
+    diagonal = np.maximum(found.sums, LEAST_IMPORTANCE * mean) if mean > 0 else None
+    return Inputs(diagonal=diagonal, gram=found.gram, damping=damping)
+
+
+def estimated_multiplications(checkpoint: Checkpoint, recipe: Recipe, texts: np.ndarray) -> float:
+    """About how many multiplications `convert_with_text` takes, in those of a float32 matrix product. For telling how long."""
+    tensors = [t for t in usable(checkpoint)[0] if len(t.shape) == 2]
+    body = [t for t in tensors if t.name not in (EMBEDDING, HEAD)]
+    feedback = (recipe.method or "feedback") == "feedback"
+    run = sum(t.size + (t.columns**2 / 4 if feedback else 0) for t in body)  # about two matrices share an input
+    return texts.size * float(run) + sum(quantizing_multiplications(t, feedback) for t in tensors)
+
+
+def quantizing_multiplications(tensor: Tensor, feedback: bool) -> float:
+    """What quantizing a matrix costs, in multiplications of the run: by error feedback, or by search alone."""
+    return tensor.size * (_SEARCH + (_FEEDBACK * tensor.columns if feedback else 0))
+
+
 class _Conversion:
     """One conversion: what is planned, what is written, how far it is.
 
@@ -170,9 +189,7 @@ class _Conversion:
         return TIED_DAMPING if self._tied and EMBEDDING in names else DAMPING
 
     def known(self, found: InputStatistics) -> Inputs:
-        mean = found.sums.mean()
-        diagonal = np.maximum(found.sums, LEAST_IMPORTANCE * mean) if mean > 0 else None
-        return Inputs(diagonal=diagonal, gram=found.gram, damping=self.damping(found.names))
+        return known_inputs(found, self.damping(found.names))
 
     def expect(self, names: set[str]) -> None:
         """Says of which matrices something will be known. The others are written now."""
@@ -208,36 +225,15 @@ class _Conversion:
         for name in names:
             job = self.wanted.get(name)
             if job is not None:
-                measure, meter, methods = Measure(), TensorMeter(), set[str]()
-                self._writer.write(name, self._pieces(job, known, measure, meter, methods))
-                measure.take(meter)
-                form = get_format(job.format)
-                self._record(job, measure, form.tiles_nbytes(job.tensor.rows, job.tensor.columns), "+".join(sorted(methods)))
+                cost = self._cost(job) / job.tensor.size
+                made = TensorQuantizer(job.tensor, job.format, known, self.method, threads=self._threads, allow_nonfinite=self._allow)
+                self._writer.write(name, made.pieces(lambda weights, cost=cost: self._quantized_some(weights * cost)))  # type: ignore[misc]
+                self._record(job, made.measure, made.nbytes, made.method)
                 job.tensor.release()
 
-    def _pieces(self, job: Job, known: Inputs, measure: Measure, meter: TensorMeter, methods: set[str]) -> Iterator[np.ndarray]:
-        """The tiles of a matrix, run after run of rows."""
-        tensor, form = job.tensor, get_format(job.format)
-        for rows in _runs(job, self._threads):
-            weights = tensor.plain(rows)
-            weights = tensor.float32(rows) if weights is None else weights
-            trial = TensorMeter()
-            try:
-                found = quantize(form, weights, inputs=known, method=self.method, name=tensor.name, threads=self._threads, meter=trial)
-            except NonFiniteError:
-                # What quantizes sees a run of rows; the error must name the row of the tensor.
-                weights = tensor.float32(rows)
-                if not self._allow:
-                    check_finite(weights, tensor.name, rows.start)
-                weights, replaced = replace_nonfinite(weights)
-                measure.replaced += replaced
-                trial = TensorMeter()
-                found = quantize(form, weights, inputs=known, method=self.method, name=tensor.name, threads=self._threads, meter=trial)
-            measure.take(trial)
-            methods.add(found.method)
-            self._quantized += self._cost(job) * (rows.stop - rows.start) / tensor.rows
-            self._advance()
-            yield found.data
+    def _quantized_some(self, cost: float) -> None:
+        self._quantized += cost
+        self._advance()
 
     def _record(self, job: Job, measure: Measure, nbytes: int, method: str = "") -> None:
         choice: Choice = self._plans[job.tensor.name][1]
@@ -257,8 +253,7 @@ class _Conversion:
             self._progress(what, done, total)
 
     def _cost(self, job: Job) -> float:
-        fixed, column = _MULTIPLICATIONS[self.method]
-        return job.tensor.size * (fixed + column * job.tensor.columns)
+        return quantizing_multiplications(job.tensor, self.method == "feedback")
 
     def _advance(self) -> None:
         self._progress("layers", self._ran + self._quantized, self._to_run + self._to_quantize)
@@ -268,9 +263,3 @@ def _can_be_wanted(job: Job) -> bool:
     tensor: Tensor = job.tensor
     return not job.kept and len(tensor.shape) == 2 and get_format(job.format).integers
 
-
-def _runs(job: Job, threads: int) -> list[slice]:
-    """Runs of rows: those of convert.py, several at a time, so that all threads have work."""
-    found = chunks(job)
-    several = 4 * threads
-    return [slice(found[i].start, found[min(i + several, len(found)) - 1].stop) for i in range(0, len(found), several)]

@@ -36,6 +36,10 @@ class LogitMeter:
 
     def add(self, targets: np.ndarray) -> None:
         """Compares the first rows of both buffers; int[n] targets are the tokens that really came next."""
+        self._meter.add_measures(*self.measure(targets))
+
+    def measure(self, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The same without adding it up: what TokenMeter.add_measures takes, the KL divergences first."""
         n, at = targets.size, np.arange(targets.size)
         reference, model = (b.floats(n)[:, : self._vocabulary] for b in (self._reference, self._model))
         best_reference, best = reference.argmax(axis=1), model.argmax(axis=1)
@@ -51,9 +55,7 @@ class LogitMeter:
             kl = sums[:, 2] / sums[:, 0] - log_sum_reference + log_sum
             norms = np.sqrt(sums[:, 3] * sums[:, 4])
             cosines = np.where(norms > 0, np.clip(sums[:, 5] / norms, -1, 1), np.where(norms == 0, 1.0, np.nan))
-        self._meter.add_measures(
-            kl, best_reference == best, log_sum_reference - reference[at, targets], log_sum - model[at, targets], cosines
-        )
+        return kl, best_reference == best, log_sum_reference - reference[at, targets], log_sum - model[at, targets], cosines
 
     @property
     def divergences(self) -> np.ndarray:

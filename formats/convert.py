@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -105,12 +105,14 @@ def convert(
     threads: int | None = None,
     allow_nonfinite: bool = False,
     advance: Callable[[int], None] = lambda nbytes: None,
+    provenance: Mapping[str, Any] | None = None,
 ) -> ConversionResult:
     """Writes a checkpoint as a .hbf file, whole or not at all.
 
     threads          for reading and encoding; None: all processors of this process
     allow_nonfinite  replace NaN (by 0) and infinity (by the row's largest magnitude) instead of refusing them
     advance          called with bytes of the source that are done
+    provenance       further metadata about how the file came to be
 
     Raises NonFiniteError, OutputError, RecipeError and what reading the source raises: all HalfbyteError.
     """
@@ -122,10 +124,7 @@ def convert(
     encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
     with NativeWriter(output, inputs=inputs(checkpoint)) as writer, closing(encoded), digesting(checkpoint.files) as digests:
         first = next(encoded)  # begins to encode, while the metadata are made
-        for key, value in native_metadata(checkpoint, recipe).items():
-            writer.add(key, value)
-        for job, _ in jobs:
-            writer.declare(job.tensor.name, job.tensor.shape, job.format, source=job.tensor.format)
+        _declare(writer, checkpoint, recipe, [job for job, _ in jobs], provenance)
         for stream, (job, choice) in zip(chain([first], encoded), jobs, strict=True):
             writer.write(job.tensor.name, stream.pieces)
             done = tensor_result(job, choice, stream.measure, stream.nbytes)
@@ -136,6 +135,25 @@ def convert(
     result.bytes_after = os.stat(output).st_size
     result.notes += replacement_note(result)
     return result
+
+
+def _declare(
+    writer: NativeWriter, checkpoint: Checkpoint, recipe: Recipe, jobs: Iterable[Job], provenance: Mapping[str, Any] | None
+) -> None:
+    """Metadata and table of the output."""
+    for key, value in {**native_metadata(checkpoint, recipe), **(provenance or {})}.items():
+        writer.add(key, value)
+    for job in jobs:
+        # What is quantized already and kept as it is may know what it was made from.
+        source = job.tensor.recorded.get("source") if job.kept else None
+        writer.declare(job.tensor.name, job.tensor.shape, job.format, source=source or job.tensor.format)
+
+
+def file_nbytes(checkpoint: Checkpoint, recipe: Recipe, provenance: Mapping[str, Any] | None = None) -> int:
+    """Bytes of the file that `convert` writes. Raises what it raises before it writes."""
+    writer = NativeWriter("not written")
+    _declare(writer, checkpoint, recipe, [plan(tensor, recipe)[0] for tensor in usable(checkpoint)[0]], provenance)
+    return writer.nbytes
 
 
 def plan(tensor: Tensor, recipe: Recipe) -> tuple[Job, Choice]:

@@ -17,7 +17,7 @@ Each exception to rule 6 is listed with its reason in what the conversion report
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,30 @@ class Recipe:
         """Plain data for the file's provenance."""
         found: dict[str, Any] = {"bits": self.bits, "format": self.asked, "method": self.method or "default"}
         return found | ({"tensors": dict(self.tensors)} if self.tensors else {})
+
+
+def patterns(formats: Mapping[str, str]) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """(the format that most matrices get, the patterns of a Recipe that give all others theirs), for formats by names of matrices.
+
+    Matrices that differ in the layer's number alone share a pattern. Embedding and head are always named, because rule 4 speaks of them.
+    """
+    counts: dict[str, int] = {}
+    for form in formats.values():
+        counts[form] = counts.get(form, 0) + 1
+    main = max(counts, key=lambda form: counts[form])
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for name, form in formats.items():
+        found = re.fullmatch(r"(blk\.)(\d+)(\..*)", name)
+        if found:
+            groups.setdefault((found[1], found[3], form), []).append(found[2])
+        else:
+            groups.setdefault((name, "", form), [])
+    named = []
+    for (before, after, form), layers in groups.items():
+        if form != main or before in (EMBEDDING, HEAD):
+            numbers = f"({'|'.join(layers)})" if len(layers) > 1 else "".join(layers)
+            named.append((f"^{re.escape(before)}{numbers}{re.escape(after)}$", form))
+    return main, tuple(named)
 
 
 def needs_range(choice: Choice, tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ from .errors import InputError, printable, some
 
 DEMO = "smollm2"
 _ENDINGS = (".hbf", ".gguf", ".safetensors")
+_FORMAT_IN_NAME = re.compile(r"[._-](b?f16|f32|fp16|fp32|i?q\d(_[a-z0-9]+)*|int[48]|\d+(\.\d+)?(MB|bpw)|kl\d+(\.\d+)?)$", re.IGNORECASE)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -57,6 +58,6 @@ def default_output(source: Path, kind: str, format: str) -> Path:
     source = Path(os.path.abspath(source))
     stem = source.name if source.is_dir() else source.stem
     # The format that a name may carry is that of the source: the new one takes its place.
-    stem = re.sub(r"[._-](bf16|f16|f32|fp16|fp32|i?q\d(_[a-z0-9]+)*)$", "", stem, flags=re.IGNORECASE) or stem
+    stem = _FORMAT_IN_NAME.sub("", stem) or stem
     ending = "" if kind == "safetensors" else f".{kind}"
     return source.with_name(f"{stem}.{format}{ending}")

@@ -66,6 +66,11 @@ class TableWriter(ABC):
         self._data_offset: int | None = None
         self._lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file, as far as it is known by now."""
+        return (self._head_bytes() if self._data_offset is None else self._data_offset) + self._data_bytes
+
     def add(self, key: str, value: Any, type: ValueType | None = None, item: ValueType | None = None) -> None:
         """Adds a metadata entry; one of the same key is replaced, in its place.
 

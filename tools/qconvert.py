@@ -1,9 +1,10 @@
 """qconvert: a checkpoint becomes a small file that runs, or is written for other programs.
 
-qconvert model.safetensors --bits 4            model.q4_0.hbf beside it
+qconvert model.safetensors --bits 4            model.int4.hbf beside it
 qconvert HuggingFaceTB/SmolLM2-135M-Instruct   fetched from the hub first
-qconvert model.q4_0.hbf --to gguf              for llama.cpp
-qconvert my-model/ --method feedback           runs the model on a text first, and quantizes by what its matrices read
+qconvert my-model/ --format q4_0 --to gguf     for llama.cpp
+qconvert my-model/ --size 900MB                the best file of that size
+qconvert my-model/ --fast                      in seconds, without running the model
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
+from .calibrated import Text
 from .console import UsageError, run
+from .convert_text import print_result, print_result_json
 
 if TYPE_CHECKING:
+    from ..engine.convert_mix import MixResult
     from ..formats.checkpoint import Checkpoint
     from ..formats.convert import ConversionResult
     from ..formats.recipe import Recipe
+    from .convert_task import Task
 
 EXAMPLES = """
 Examples:
@@ -32,9 +37,11 @@ Examples:
 
   qconvert smollm2 --to safetensors -o smollm2
 
-  qconvert my-model.q4_0.hbf --to gguf
+  qconvert my-model/ --format iq4_nl --to gguf
 
-  qconvert my-model/ --method feedback --format nl4 --tensor 'attn_[kv].weight=q6_r'
+  qconvert my-model/ --size 900MB --calibrate my-text.txt --save-recipe mine.json
+
+  qconvert my-model/ --fast
 """
 
 
@@ -59,73 +66,109 @@ def qconvert(
         ),
     ],
     output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="OUT", help="default: beside the source")] = None,  # noqa: UP045
-    bits: Annotated[Optional[int], typer.Option(metavar="4|8|16", help="bits per weight (default 4)")] = None,  # noqa: UP045
+    bits: Annotated[Optional[int], typer.Option(metavar="4|8|16", help="bits (default 4: a mix, of 4.75 in all)")] = None,  # noqa: UP045
     format: Annotated[Optional[str], typer.Option(metavar="NAME", help="a block format, such as q4_1, instead of --bits")] = None,  # noqa: UP045
     to: Annotated[Kind, typer.Option(help="kind of output")] = Kind.hbf,
     method: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
             metavar="nearest|search|feedback",
-            help="how scales are chosen (default: search for 4 bits, else nearest); feedback runs the model on a text first",
+            help="how codes are chosen (default: feedback, which runs the model on a text; nearest for 8 bits and more)",
         ),
     ] = None,
+    size: Annotated[Optional[str], typer.Option(metavar="BYTES", help="the best mix of formats for a file of, say, 900MB")] = None,  # noqa: UP045
+    bpw: Annotated[Optional[float], typer.Option(metavar="BITS", help="… for so many bits per weight, such as 4.6")] = None,  # noqa: UP045
+    max_kl: Annotated[Optional[float], typer.Option(metavar="NATS", help="the smallest mix whose KL divergence is at most that")] = None,  # noqa: UP045
+    fast: Annotated[bool, typer.Option("--fast", help="do not run the model: seconds instead of minutes, and less accurate")] = False,
     calibrate: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(metavar="FILE", help="text to run (- is stdin), or statistics: of qcalibrate --gram, or llama.cpp's imatrix"),
     ] = None,
     tokens: Annotated[Optional[int], typer.Option(min=1, max=1 << 26, metavar="N", help="tokens of that text (default 24576)")] = None,  # noqa: UP045
+    blend: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0, max=0.9, metavar="SHARE", help="share of built-in text among these tokens, for all else (default 0.2)"),
+    ] = None,
     tensor: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="REGEX=FORMAT", help="format of the matrices in whose names a pattern is found; the last one counts"),
     ] = None,
     recipe_file: Annotated[Optional[Path], typer.Option("--recipe", metavar="FILE", help="bits, method and formats from a file")] = None,  # noqa: UP045
-    save_recipe: Annotated[Optional[Path], typer.Option(metavar="FILE", help="write what was asked for to a file for --recipe")] = None,  # noqa: UP045
+    save_recipe: Annotated[Optional[Path], typer.Option(metavar="FILE", help="write the plan to a file, for --recipe")] = None,  # noqa: UP045
     threads: Annotated[Optional[int], typer.Option("--threads", "-t", min=1, max=1024, metavar="N", help="default: all processors")] = None,  # noqa: UP045
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="replace NaN and infinity instead of refusing them")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Convert a checkpoint to a quantized file."""
-    import os
-
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads are ours: before NumPy is imported
     from ..formats.checkpoint import open_checkpoint
-    from ..formats.sources import default_output, resolve_source
+    from ..formats.sources import resolve_source
+    from .convert_task import Wishes, make_task
     from .display import note
 
     start = time.perf_counter()
     if bits is not None and format is not None:
         raise UsageError("--bits and --format: give one of them")
+    wishes = Wishes(to.value, bits, format, method, size, bpw, max_kl, fast, calibrate, tuple(tensor or ()), recipe_file)
     path = resolve_source(source, note)
     with open_checkpoint(path) as checkpoint:
-        recipe = _recipe(checkpoint, to, bits, format, method, tensor or [], recipe_file)
-        knows = recipe is not None and (calibrate is not None or recipe.method == "feedback")
-        if (calibrate is not None or tokens is not None) and not knows:
-            raise UsageError("--calibrate and --tokens: say how to quantize; they go with --method feedback or search")
-        if knows and to is not Kind.hbf:
-            raise UsageError(f"--to {to.value}: conversion by what matrices read writes a .hbf file; convert that with --to {to.value}")
-        target = output or _default(checkpoint, source, path, to, recipe, default_output)
+        task = make_task(checkpoint, wishes)
+        if task.way == "plain":
+            for option, value in (("--calibrate", calibrate), ("--tokens", tokens), ("--blend", blend)):
+                if value is not None:
+                    raise UsageError(f"{option}: no text is run for this conversion; it goes with --method feedback or search")
+        target = output or _default(source, path, to, task.label)
         _refuse_overwriting(target, save_recipe, checkpoint, [name for name in (calibrate, recipe_file) if name not in (None, "-")])
-        for text in checkpoint.notes:
+        for text in [*checkpoint.notes, *task.notes]:
             note(text)
-        if recipe is not None and knows:
-            from .calibrated import convert_calibrated
-
-            result = convert_calibrated(checkpoint, target, recipe, calibrate, tokens, threads, allow_nonfinite)
-        else:
-            result = _convert(checkpoint, target, to, recipe, threads, allow_nonfinite)
+        result, mix = _run(checkpoint, target, to, task, Text(calibrate, tokens, blend), threads, allow_nonfinite)
+    recipe = mix.recipe if mix is not None else task.recipe
     if save_recipe is not None:
         from ..formats.recipe_file import write_recipe
 
-        assert recipe is not None
+        if recipe is None:
+            raise UsageError("--save-recipe: the weights are written as they are, there is no recipe")
         write_recipe(save_recipe, recipe)
     seconds = time.perf_counter() - start
     for text in result.notes:
         note(text)
     if json:
-        _print_json(result, path, seconds)
+        print_result_json(result, path, seconds, mix)
     else:
-        _print_table(result, path, seconds)
+        print_result(result, path, seconds, mix)
 
+
+def _run(
+    checkpoint: Checkpoint, target: Path, to: Kind, task: Task, text: Text, threads: int | None, allow_nonfinite: bool
+) -> tuple[ConversionResult, MixResult | None]:
+    """Does the task."""
+    from .calibrated import convert_by_inputs, convert_mixed, waiting_file
+
+    if task.way == "plain":
+        return _convert(checkpoint, target, to, task.recipe, threads, allow_nonfinite), None
+    assert task.recipe is not None
+    if task.way == "goal":
+        assert task.goal is not None
+        mix = convert_mixed(checkpoint, target, task.recipe, task.goal, text, threads, allow_nonfinite)
+        return mix.conversion, mix
+    if to is Kind.hbf:
+        return convert_by_inputs(checkpoint, target, task.recipe, text, threads, allow_nonfinite), None
+    with waiting_file(target) as path:
+        first = convert_by_inputs(checkpoint, path, task.recipe, text, threads, allow_nonfinite)
+        from ..formats.checkpoint import open_checkpoint
+
+        with open_checkpoint(path) as quantized:
+            result = _convert(quantized, target, to, None, threads, allow_nonfinite)
+    # What was lost was lost on the way to the waiting file.
+    made = {tensor.name: tensor for tensor in first.tensors}
+    for tensor in result.tensors:
+        before = made.get(tensor.name)
+        if before is not None:
+            tensor.source, tensor.cosine, tensor.nmse, tensor.method = before.source, before.cosine, before.nmse, before.method
+            tensor.kept = before.kept
+    result.asked, result.bytes_before = first.asked, first.bytes_before
+    result.notes = [*first.notes, *result.notes]
+    return result, None
 
 def _refuse_overwriting(target: Path, recipe: Path | None, checkpoint: Checkpoint, read: list[str | Path]) -> None:
     """Raises OutputError, before any work is done, for outputs that are also read, or that cannot be written."""
@@ -140,54 +183,14 @@ def _refuse_overwriting(target: Path, recipe: Path | None, checkpoint: Checkpoin
             raise OutputError(recipe, "is a folder" if recipe.is_dir() else "is also the output; choose another file for the recipe")
 
 
-def _recipe(
-    checkpoint: Checkpoint, to: Kind, bits: int | None, format: str | None, method: str | None, tensors: list[str], file: Path | None
-) -> Recipe | None:
-    """What was asked for, on the command line before what is in a recipe file; None to write the weights as they are."""
-    from dataclasses import replace
-
-    from ..formats.recipe import Recipe
-    from ..formats.recipe_file import read_recipe
-
-    found = Recipe() if file is None else read_recipe(file)
-    if bits is not None or format is not None:
-        found = replace(found, bits=bits, format=format)
-    if method is not None:
-        found = replace(found, method=method)
-    named = []
-    for text in tensors:
-        pattern, equals, name = text.rpartition("=")
-        if not equals or not pattern:
-            raise UsageError(f"--tensor {text}: must be REGEX=FORMAT, such as 'attn_v=q6_r'")
-        named.append((pattern, name))
-    found = replace(found, tensors=(*found.tensors, *named))
-    if found.bits is None and found.format is None:
-        as_it_is = to is Kind.safetensors or (to is Kind.gguf and checkpoint.kind == "hbf")
-        if found.method is not None and to is Kind.safetensors:
-            raise UsageError("--method: says how to quantize; give --bits or --format with it")
-        if as_it_is and found.tensors:
-            raise UsageError("--tensor: says how to quantize; give --bits or --format with it")
-        if as_it_is:
-            return None
-        found = replace(found, bits=4)
-    return found
-
-
-def _default(checkpoint: Checkpoint, source: str, path: Path, to: Kind, recipe: Recipe | None, default_output) -> Path:  # type: ignore[no-untyped-def]
+def _default(source: str, path: Path, to: Kind, label: str) -> Path:
     """The output's path where none was given. What was fetched into a cache goes to the current folder."""
-    name = recipe.asked if recipe else "dequantized" if to is Kind.safetensors else _main_format(checkpoint)
-    found: Path = default_output(path, to.value, name)
+    from ..formats.sources import default_output
+
+    found = default_output(path, to.value, label)
     if Path(source).exists() or path.parent == Path(source).parent:
         return found
-    return Path.cwd() / default_output(Path(source), to.value, name).name
-
-
-def _main_format(checkpoint: Checkpoint) -> str:
-    """The format that most weights have."""
-    weights: dict[str, int] = {}
-    for tensor in checkpoint.tensors.values():
-        weights[tensor.format] = weights.get(tensor.format, 0) + tensor.size
-    return max(weights, key=lambda name: weights[name])
+    return Path.cwd() / default_output(Path(source), to.value, label).name
 
 
 def _convert(
@@ -208,100 +211,6 @@ def _convert(
 
         assert recipe is not None
         return convert(checkpoint, target, recipe, threads=threads, allow_nonfinite=allow_nonfinite, advance=bar.advance)
-
-
-def _print_table(result: ConversionResult, source: Path, seconds: float) -> None:
-    from .display import one_line, size_text, table
-
-    counts: dict[str, list[int]] = {}
-    for tensor in result.tensors:
-        row = counts.setdefault(tensor.format, [0, 0, 0])
-        row[0] += 1
-        row[1] += tensor.size
-        row[2] += tensor.nbytes
-    rows = [
-        (name, count, f"{weights:,}", size_text(nbytes), f"{8 * nbytes / weights:.2f}")
-        for name, (count, weights, nbytes) in sorted(counts.items(), key=lambda item: -item[1][2])
-    ]
-    table(("format", "tensors", "weights", "size", "bits per weight"), rows, right=(1, 2, 3, 4))
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for tensor in result.exceptions():
-        reasons.setdefault((tensor.format, tensor.reason), []).append(tensor.name)
-    if reasons:
-        print(f"\nnot {result.asked}:")
-        for (name, reason), names in reasons.items():
-            print(f"  {name}: {reason}: {_names(names)}")
-    padded = [f"{one_line(tensor.name)} ({tensor.shape[-1]} to {tensor.padded})" for tensor in result.tensors if tensor.padded]
-    if padded:
-        print(f"\ncolumns filled up with zeros: {_some(padded)}")
-    for name, reason in result.left_out.items():
-        print(f"left out: {one_line(name)} {reason}")
-    worst = result.worst
-    if worst is not None and worst.cosine < 1:
-        print(f"\nworst cosine: {worst.cosine:.6f} ({one_line(worst.name)}, {worst.format})")
-    print(
-        f"\n{one_line(source.name)} {size_text(result.bytes_before)} → {one_line(result.path)} {size_text(result.bytes_after)}, "
-        f"{result.bits_per_weight:.3f} bits per weight, {seconds:.1f} s"
-    )
-
-
-def _names(names: list[str]) -> str:
-    """Names of tensors, those that differ only in the layer's number as one."""
-    import re
-
-    from .display import one_line
-
-    groups: dict[str, int] = {}
-    for name in names:
-        key = re.sub(r"\d+", "*", name)
-        groups[key] = groups.get(key, 0) + 1
-    single = {re.sub(r"\d+", "*", name): name for name in names}
-    return _some([f"{one_line(key)} ({count})" if count > 1 else one_line(single[key]) for key, count in groups.items()], 24)
-
-
-def _some(texts: list[str], most: int = 12) -> str:
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
-
-
-def _print_json(result: ConversionResult, source: Path, seconds: float) -> None:
-    from .display import print_json
-
-    formats: dict[str, int] = {}
-    for tensor in result.tensors:
-        formats[tensor.format] = formats.get(tensor.format, 0) + 1
-    worst = result.worst
-    print_json(
-        {
-            "source": str(source),
-            "output": str(result.path),
-            "kind": result.kind,
-            "asked": result.asked,
-            "bytes_before": result.bytes_before,
-            "bytes_after": result.bytes_after,
-            "bits_per_weight": result.bits_per_weight,
-            "formats": formats,
-            "exceptions": [{"name": t.name, "format": t.format, "reason": t.reason} for t in result.exceptions()],
-            "worst": None if worst is None else {"name": worst.name, "format": worst.format, "cosine": worst.cosine},
-            "tensors": [
-                {
-                    "name": t.name,
-                    "shape": list(t.shape),
-                    "source": t.source,
-                    "format": t.format,
-                    "method": t.method,
-                    "bytes": t.nbytes,
-                    "cosine": t.cosine,
-                    "nmse": t.nmse,
-                    "padded_columns": t.padded or None,
-                    "replaced": t.replaced,
-                }
-                for t in result.tensors
-            ],
-            "left_out": result.left_out,
-            "notes": result.notes,
-            "seconds": seconds,
-        }
-    )
 
 
 def main() -> int:
