@@ -1,6 +1,7 @@
 """qcompare from the outside, on tiny models: answers, measures checked against the engine's own logits, and every way to be refused."""
 
 import errno
+import gc
 import html
 import importlib.util
 import io
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -172,22 +174,22 @@ def test_temperature_has_one_seed_and_no_agreement(run):
     assert greedy["prompts"][0]["answers"][0]["token_ids"] != first["token_ids"]
 
 
-def test_one_model_is_open_at_a_time(run, monkeypatch):
-    class Counted(Engine):
-        opened, most = 0, 0
+def test_one_model_is_in_memory_at_a_time(run, monkeypatch):
+    gone, known = [], []
 
+    class Watched(Engine):
         def __init__(self, *arguments, **options):
+            gone.append([engine() is None and weights() is None for engine, weights in known])
             super().__init__(*arguments, **options)
-            Counted.opened += 1
-            Counted.most = max(Counted.most, Counted.opened)
+            known.append((weakref.ref(self), weakref.ref(self.model.weights)))
 
-        def close(self):
-            Counted.opened -= 1
-            super().close()
-
-    monkeypatch.setattr(engine_module, "Engine", Counted)
-    compared(run, "-p", "Hi", models=("model", "model.q4_0.hbf", "model"))
-    assert (Counted.most, Counted.opened) == (1, 0)
+    monkeypatch.setattr(engine_module, "Engine", Watched)
+    gc.disable()
+    try:
+        compared(run, "-p", "Hi", "-p", "Ho", models=("model", "model.q4_0.hbf", "model"))
+    finally:
+        gc.enable()
+    assert gone == [[], [True], [True, True]]
 
 
 def test_the_token_that_ends_an_answer_counts_as_chosen():
@@ -462,3 +464,35 @@ def test_ctrl_c_leaves_nothing_behind(root, tmp_path):
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and b"Traceback" not in stderr and stdout == b""
     assert not out.exists() and not list(tmp_path.glob(".out.html.*")) and not list(temporary.iterdir())
+
+
+# --- real models ----------------------------------------------------------------------------------------------------------------
+
+MODELS = Path(os.environ.get("HALFBYTE_MODELS", Path.home() / ".cache" / "halfbyte-models"))
+
+
+def command(tool, *arguments):
+    line = [sys.executable, "-m", f"halfbyte.tools.{tool}", *map(str, arguments)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_smollm2_in_eight_and_in_four_bits(tmp_path):
+    """More bits agree better; the answers are those of qrun."""
+    folder = MODELS / "smollm2-135m-instruct"
+    if not folder.is_dir():
+        pytest.skip(f"needs SmolLM2 at {folder} (HALFBYTE_MODELS)")
+    paths = [folder]
+    for format in ("q8_0", "q4_0"):
+        paths.append(tmp_path / f"{format}.hbf")
+        command("qconvert", folder, "--format", format, "--method", "nearest", "-o", paths[-1])
+    data = json.loads(command("qcompare", *paths, "-n", 24, "--json"))
+    _, eight, four = data["models"]
+    assert eight["agreement"] > 0.9 and eight["kl_mean"] < 0.02
+    assert four["agreement"] < eight["agreement"] and four["kl_mean"] > 5 * eight["kl_mean"]
+    assert eight["scored_tokens"] == four["scored_tokens"] > 100
+    question, answers = data["prompts"][0]["prompt"], data["prompts"][0]["answers"]
+    for path, answer in zip(paths, answers, strict=True):
+        assert json.loads(command("qrun", path, question, "-n", 24, "--json"))["token_ids"] == answer["token_ids"]

@@ -11,19 +11,19 @@ printed with all answers to it. docs/comparing.md says what every figure means.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .console import UsageError, run
 from .qrun import SAMPLING
 
 if TYPE_CHECKING:
-    from ..engine.engine import Engine
     from ..engine.sampler import SamplingParams
     from .compare_answers import Answer, LogitFile
     from .compare_models import Candidate
@@ -141,73 +141,83 @@ def _compare(
     models: Sequence[Candidate], prompts: Sequence[Prompt], params: SamplingParams, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Runs the models and prints each prompt as soon as all have answered it (without --json). Returns all but notes and seconds."""
-    from ..engine.engine import Engine
+    from ..engine.workers import default_threads
     from .compare_answers import LogitFile
     from .compare_data import prompt_data, summary
 
     if not arguments.json:
         from .compare_text import print_prompt
 
-    first, last = models[0], models[-1]
     answers: list[list[Answer]] = [[] for _ in prompts]
     done: list[dict[str, Any]] = []
-    threads = None
+    threads = arguments.threads or default_threads()
     with ExitStack() as stack:
         status = stack.enter_context(_Status())
         kept = None
         if params.greedy and any(model.same_tokens for model in models[1:]):
-            kept = stack.enter_context(LogitFile(first.vocabulary))
+            kept = stack.enter_context(LogitFile(models[0].vocabulary))
         for model in models:
-            context = model.context_for(first, arguments.max_tokens)
-            with Engine(model.path, arguments.compute, arguments.threads, context, report=status.loading(model.name)) as engine:
-                threads = engine.model.workers.count
-                for i, prompt in enumerate(prompts):
-                    status.begin(f"{model.name}: prompt {i + 1} of {len(prompts)}")
-                    answers[i].append(_answer(engine, model, i, params, kept, first, answers[i], status))
-                    if model is last:
-                        done.append(prompt_data(prompt, models, answers[i]))
-                        if not arguments.json:
-                            status.clear()
-                            print_prompt(done[-1], i + 1, len(prompts))
-                            sys.stdout.flush()
-    settings = {
-        "max_tokens": arguments.max_tokens,
-        "temperature": params.temperature,
-        "top_k": params.top_k,
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "seed": None if params.greedy else params.seed,
-        "system": arguments.system,
-        "raw": arguments.raw,
-        "compute": arguments.compute,
-        "threads": threads,
+            context = model.context_for(models[0], arguments.max_tokens)
+            settings = (arguments.compute, threads, context)
+            with closing(_answers(settings, model, models[0], params, kept, answers, status)) as found:
+                for i, answer in enumerate(found):
+                    answers[i].append(answer)
+                    if model is not models[-1]:
+                        continue
+                    done.append(prompt_data(prompts[i], models, answers[i]))
+                    if not arguments.json:
+                        status.clear()
+                        print_prompt(done[-1], i + 1, len(prompts))
+                        sys.stdout.flush()
+            gc.collect()  # a mapped file may be held in a cycle, and garbage is not looked for by itself while little is made
+    return {
+        "models": summary(models, done),
+        "prompts": done,
+        "settings": {
+            "max_tokens": arguments.max_tokens,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seed": None if params.greedy else params.seed,
+            "system": arguments.system,
+            "raw": arguments.raw,
+            "compute": arguments.compute,
+            "threads": threads,
+        },
     }
-    return {"models": summary(models, done), "prompts": done, "settings": settings}
 
 
-def _answer(
-    engine: Engine,
+def _answers(
+    settings: tuple[Any, int, int],
     model: Candidate,
-    number: int,
+    first: Candidate,
     params: SamplingParams,
     kept: LogitFile | None,
-    first: Candidate,
-    before: Sequence[Answer],
+    before: Sequence[Sequence[Answer]],
     status: _Status,
-) -> Answer:
-    """A model's answer to a prompt, and its agreement with the first model's, whose logits are kept for that."""
+) -> Generator[Answer]:
+    """A model's answers, prompt by prompt, with their agreement with the first model's (`before`), whose logits are kept for that.
+
+    settings: compute, threads and context of the engine, which nothing refers to any more at the end: its memory is free then.
+    """
+    from ..engine.engine import Engine
     from ..engine.generation import PromptError
     from ..engine.sampler import LogitsError
     from .compare_answers import agreement, answer
     from .compare_models import CompareError
 
-    try:
-        found = answer(engine, model.prompts[number], params, model.continues, None if before else kept, status.tokens)
-    except (PromptError, LogitsError) as error:
-        raise CompareError(f"prompt {number + 1} with {model.name}: {error}") from None
-    if before and kept is not None and model.same_tokens:
-        found.agreement = agreement(engine, first.prompts[number], before[0].chosen, kept, before[0].row)
-    return found
+    is_first = model is first
+    with Engine(model.path, *settings, report=status.loading(model.name)) as engine:
+        for i, ids in enumerate(model.prompts):
+            status.begin(f"{model.name}: prompt {i + 1} of {len(model.prompts)}")
+            try:
+                found = answer(engine, ids, params, model.continues, kept if is_first else None, status.tokens)
+            except (PromptError, LogitsError) as error:
+                raise CompareError(f"prompt {i + 1} with {model.name}: {error}") from None
+            if kept is not None and model.same_tokens and not is_first:
+                found.agreement = agreement(engine, first.prompts[i], before[i][0].chosen, kept, before[i][0].row)
+            yield found
 
 
 class _Status:
