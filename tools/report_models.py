@@ -24,15 +24,18 @@ def labels(paths: Sequence[str]) -> list[str]:
 
 
 def model_rows(models: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """(headings, cells): a row for each model, with the columns that any of them has. models: JSON objects, see report_data."""
+    """(headings, cells): a row for each model, with the columns that any of them has. models: JSON objects, see report_data.
+
+    "of weights" and "of activations" are parts of the mean KL divergence; decode and prefill are tokens per second.
+    """
     names = labels([data["model"] for data in models])
     ran = any(data["tokens"] for data in models)
     split = any(data["tokens"] and "shares" in data["tokens"] for data in models)
     timed = any("speed" in data for data in models)
     headings = ["model", "file", "bits"]
     headings += ["KL mean", "median", "99 %", "top-1", "perplexity"] if ran else ["worst cosine", "error"]
-    headings += ["by weights", "by activations"] if split else []
-    headings += ["decode, tokens/s", "prefill"] if timed else []
+    headings += ["of weights", "of activations"] if split else []
+    headings += ["decode", "prefill"] if timed else []
     rows = []
     for name, data in zip(names, models, strict=True):
         row = [name, size_text(data["bytes"]), f"{data['bits_per_weight']:.3f}"]

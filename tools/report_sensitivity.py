@@ -63,7 +63,8 @@ def share_text(kl: float, data: dict[str, Any]) -> str:
 def sensitivity_text(data: dict[str, Any]) -> str:
     """What was measured, in words."""
     about = data["sensitivity"]
+    chunks = "1 chunk" if about["chunks"] == 1 else f"{about['chunks']} chunks"
     return (
         "sensitivity: KL divergence of the predictions, nats per token, when one matrix alone is the model's and all else the reference's; "
-        f"{about['chunks']} x {about['chunk']} tokens; the sum of all is {about['kl_sum']:.5f}"
+        f"{chunks} of {about['chunk']} tokens; the sum of all is {about['kl_sum']:.5f}"
     )

@@ -44,6 +44,10 @@ def print_models(data: dict[str, Any]) -> None:
     print()
     headings, rows = model_rows(models)
     table(headings, rows, right=range(1, len(headings)))
+    speeds = [m["speed"] for m in models if "speed" in m]
+    if speeds:
+        first = speeds[0]
+        print(f"\ndecode of {first['tokens']} tokens and prefill of {first['prompt']}: tokens/s with {first['threads']} threads")
     if ran:
         names = labels([m["model"] for m in models])
         best = front([m["bytes"] for m in models], [m["tokens"]["kl_mean"] if m["tokens"] else math.inf for m in models])

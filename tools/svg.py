@@ -13,7 +13,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7
 CHARACTER = 6.2  # width of a character of the labels, about
 _LINE = 13.0  # height of one
 _LABEL = 40  # characters of a label of a point, at most
-_PLACES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))  # of labels around their points, the best first
+_PLACES = ((1, -0.7), (1, 0.7), (-1, 0.7), (-1, -0.7), (1, 0), (-1, 0), (0, -1), (0, 1))  # of labels around their points, the best first
 
 
 def round_steps(low: float, high: float, most: int = 6) -> list[float]:
@@ -147,7 +147,7 @@ class Plot:
             label = shortened(label, _LABEL)
             size = CHARACTER * len(label) + 2
             best: tuple[float, float, Box, float] | None = None
-            for away in (8.0, 20.0, 34.0, 50.0, 70.0):
+            for away in (7.0, 20.0, 34.0, 50.0, 70.0):
                 for across, up in _PLACES:
                     left = x + across * away - (0 if across > 0 else size if across < 0 else size / 2)
                     top = y + up * away - (_LINE if up < 0 else 0 if up > 0 else _LINE / 2)
@@ -163,7 +163,7 @@ class Plot:
             taken.append(box)
             hint = f"<title>{escape(tip)}</title>" if tip else ""
             dots.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" stroke="var(--paper)">{hint}</circle>')
-            if away > 8:
+            if away > 7:
                 end = box[0] if side > 0 else box[2] if side < 0 else (box[0] + box[2]) / 2
                 lines.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{end:.1f}" y2="{(box[1] + box[3]) / 2:.1f}" class="grid"/>')
             texts.append(f'<text x="{box[0] + 1:.1f}" y="{box[3] - 3.5:.1f}" class="tick halo">{escape(label)}</text>')
