@@ -83,17 +83,12 @@ def make_candidates(
 
 
 def split_texts(checkpoint: Checkpoint, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(chunks to calibrate with, int[n, CHUNK] ids to probe with), the latter evenly spaced in the text. A single chunk serves both."""
+    """(chunks to calibrate with, int[n, CHUNK] ids to probe with: beginnings of other chunks). A single chunk serves both."""
     chunks, tokens = texts.shape
-    wanted = min(max(1, probing_tokens(checkpoint) // tokens), max(1, chunks // 8))
+    wanted = min(max(1, probing_tokens(checkpoint) // min(tokens, CHUNK)), max(1, chunks // 8))
     at = ((np.arange(wanted) + 0.5) * chunks / wanted).astype(int)
     seen = np.delete(texts, at, axis=0) if chunks > wanted else texts
-    length = CHUNK if tokens > CHUNK and tokens % CHUNK == 0 else tokens
-    probed = texts[at].reshape(-1, length)
-    if (texts[:, 0] == texts[0, 0]).all():  # a beginning-of-text token: every context has one
-        probed = probed.copy()
-        probed[:, 0] = texts[0, 0]
-    return seen, probed
+    return seen, texts[at, :CHUNK]
 
 
 def estimated_multiplications(checkpoint: Checkpoint, formats: Mapping[str, Sequence[str]], texts: np.ndarray) -> float:
