@@ -68,9 +68,9 @@ def make_task(checkpoint: Checkpoint, wishes: Wishes) -> Task:
         raise UsageError("--fast looks at no text: leave out --calibrate and --method feedback, or --fast")
     if recipe.method == "nearest" and wishes.calibrate is not None:
         raise UsageError("--method nearest looks at no text: leave --calibrate out, or choose search or feedback")
-    if recipe.method == "feedback" or wishes.calibrate is not None:
-        if recipe.method is None:
-            return _by_inputs(recipe, wishes)
+    if recipe.method == "feedback" or (recipe.method is None and wishes.calibrate is not None):
+        return _by_inputs(recipe, wishes)
+    if wishes.calibrate is not None:
         return Task(recipe, "inputs", label=recipe.asked)
     if wishes.fast or recipe.method is not None or not _few_bits(recipe):
         return Task(recipe, "plain", label=recipe.asked)
