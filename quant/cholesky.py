@@ -9,23 +9,25 @@ import numpy as np
 
 from .encoders import run_kernel
 
-STRIP = 64
+STRIP = 128
 """Columns that are factored at once."""
 PANEL = 32
 """Columns of a panel of product_kernel.py."""
 
 
 def unit_factor(matrix: np.ndarray, damping: float, order: np.ndarray, threads: int | None = None) -> np.ndarray | None:
-    """U below the diagonal, with U diag Uᵀ = (matrix + damping · I)[order, order]; None if that is not positive definite to float32.
+    """U below the diagonal and D on it: U D Uᵀ = (matrix + damping · I)[order, order]. None if float32 finds that not positive definite.
 
-    matrix: float32[n, n], symmetric, n a multiple of 32. Above the diagonal the result holds anything. threads: None = the processors
-    of this process. Right-looking and in place, so that the only memory is the result's: n = 9000 has 320 MB. Blocks on the diagonal
-    are factored in float64, the rest is products in float32.
+    matrix: float32[n, n], symmetric, n a multiple of 32. Above the diagonal the result holds anything, and most of it takes no memory.
+    threads: None = the processors of this process. Right-looking and in place, so that the only memory is the result's: n = 9000 has
+    160 MB. Blocks on the diagonal are factored in float64, the rest is products in float32.
     """
     n = order.size
-    factor = np.empty((n, n), np.float32)
+    pivots = np.empty(n, np.float32)
+    factor = np.empty((n, n), np.float32)  # its pages are taken as they are written
     for first in range(0, n, STRIP):
-        np.take(matrix[order[first : first + STRIP]], order, axis=1, out=factor[first : first + STRIP])
+        last = min(first + STRIP, n)
+        factor[first:last, :last] = np.take(matrix[order[first:last]], order[:last], axis=1)
     factor[np.diag_indices(n)] += np.float32(damping)
     for first in range(0, n, STRIP):
         last = min(first + STRIP, n)
@@ -33,12 +35,14 @@ def unit_factor(matrix: np.ndarray, damping: float, order: np.ndarray, threads: 
         if not (diagonal > 0).all() or not np.isfinite(diagonal).all():
             return None
         factor[first:last, first:last] = unit
+        pivots[first:last] = diagonal
         if last < n:
             below, old = factor[last:, first:last], factor[last:, first:last].copy()
             below[:] = 0
             _subtract_product(below, old, -(_inverse(unit).T / diagonal).astype(np.float32), False, threads)
             _subtract_product(factor[last:, last:], below, below.T * diagonal.astype(np.float32)[:, None], True, threads)
-    return factor if np.isfinite(factor.diagonal()).all() else None
+    factor[np.diag_indices(n)] = pivots
+    return factor
 
 
 def _factor_block(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +66,7 @@ def _inverse(unit: np.ndarray) -> np.ndarray:
 
 
 def _subtract_product(out: np.ndarray, left: np.ndarray, right: np.ndarray, lower: bool, threads: int | None) -> None:
-    """out -= left · right: float32[m, n], [m, 64], [64, n]; with `lower` only where it matters to a lower triangle."""
+    """out -= left · right: float32[m, n], [m, STRIP], [STRIP, n]; with `lower` only where it matters to a lower triangle."""
     rows, columns = out.shape
     panels = np.ascontiguousarray(-right.reshape(STRIP, columns // PANEL, PANEL).transpose(1, 0, 2))
     run_kernel(

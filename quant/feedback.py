@@ -8,9 +8,12 @@ matrix's inputs, sum of x xᵀ. Row by row:
   with rounding, which GPTQ is equivalent to (Babai's nearest plane): with H = L Lᵀ, columns in reversed order, d H dᵀ = |d L|², and
   the term of a column holds only its own error and those of columns already rounded. So H needs one Cholesky factor, no inverse.
 * *Descent*: block after block, each code to the level that is best while all others stay, and each scale (and minimum) to the stored
-  number that is best while all codes stay, in turn. No step raises the loss.
+  number that is best while all codes stay, in turn; several passes over all columns. No step raises the loss.
 * *Rounds*: with the scales that descent has left, feedback finds other codes, often better ones. A row keeps the best it has had,
   the search's at the least.
+
+Time goes into products with H and its factor: half a multiplication for each weight and column to know the loss of the search, another
+half for feedback, one for each pass.
 
 Rows do not see one another: results are the same for any number of threads.
 """
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .block import ROWS, BlockFormat, Scales
-from .cholesky import unit_factor
+from .cholesky import STRIP, unit_factor
 from .encoders import encode, run_kernel
 from .errors import FormatError
 from .layout import group_rows, pad_columns
@@ -34,14 +37,17 @@ BLOCK = 32
 """Columns that the kernel works on at once; matrices are padded to a multiple of it."""
 BATCH = 4
 """Groups of 16 rows that go through H together, so that it is read from memory a fourth as often."""
-LOCAL_BYTES = 2 * BLOCK * 64
-"""Scratch memory for one block of a group."""
+LOSS = 3 * BLOCK * 64
+LOCAL_BYTES = LOSS + 64
+"""Scratch memory of one group for the block in hand: three numbers per column; and the loss so far, at LOSS."""
 DAMPING = 0.03
 """What is added to the diagonal of H, as a share of its mean. More than GPTQ's 0.01: text of the calibration's kind loses nothing by it,
 and text of another kind (code, after calibration on prose) gains; docs/methods.md has the figures."""
-ROUNDS, PASSES = 2, 2
-"""Of feedback and descent, each from the scales that the one before has left; and of descent in each. More rounds lessen the loss by
-another 1 % each; differences of the model's predictions are then below what can be measured."""
+LEAST_DAMPING = 1e-6
+"""Less is lost when float32 adds it."""
+ROUNDS, PASSES = 1, 3
+"""Of feedback and descent, each from the scales that the one before has left; and of descent in each. More of them lessen the loss by
+another half per cent each; differences of the model's predictions are then below what can be measured (docs/methods.md)."""
 FIRM = (1e-9, 1e9)
 """Means of a diagonal between which float32 has room for all sums; others are brought near 1."""
 
@@ -55,7 +61,8 @@ class Hessian:
     damping     added to the diagonal
     unit        power of two that was divided out of the matrix
     order       int64[padded]: columns by rising diagonal
-    factor      float32[padded, padded]: below the diagonal, columns of the Cholesky factor over their diagonal
+    factor      float32[padded, padded]: below the diagonal, columns of the Cholesky factor over their diagonal; on it, the squares of
+                that diagonal (0 for padding)
     importance  float32[columns]: the damped diagonal
     """
 
@@ -86,17 +93,19 @@ class Hessian:
 def prepare(gram: np.ndarray, damping: float = DAMPING, threads: int | None = None) -> Hessian | None:
     """float[columns, columns], symmetric: sum (or mean) of x xᵀ -> Hessian; None if it is zero, or nothing can be made of it.
 
-    damping: share of the mean of the diagonal that is added to it. If H cannot be factored, ten times more, up to 1.
+    damping: share of the mean of the diagonal that is added to it, more than 0. If H cannot be factored, ten times more, up to 1.
     threads: None = the processors of this process; the result does not depend on it.
-    Raises FormatError for what is no square matrix of finite numbers with a diagonal that is not negative.
+    Raises FormatError for what is no square matrix of finite numbers with a diagonal that is not negative, and for other dampings.
     """
+    if not (damping > 0 and np.isfinite(damping)):
+        raise FormatError(f"damping must be a finite share of H's mean diagonal above 0, not {damping}")
     if gram.ndim != 2 or gram.shape[0] != gram.shape[1] or gram.dtype.kind != "f":
         raise FormatError(f"second moments must be a float matrix [columns, columns], not {gram.dtype}{list(gram.shape)}")
     columns = gram.shape[0]
-    diagonal = gram.diagonal().astype(np.float64)
-    if not np.isfinite(diagonal).all() or (diagonal < 0).any():
-        column = int(np.flatnonzero(~(diagonal >= 0) | ~np.isfinite(diagonal))[0])
-        raise FormatError(f"second moment of column {column} is {diagonal[column]}; it must be finite and not negative: calibrate again")
+    diagonal = checked_moments(gram.diagonal())
+    for first in range(0, columns, STRIP):
+        if not np.isfinite(gram[first : first + STRIP]).all():
+            raise FormatError(f"second moments of columns {first} to {min(first + STRIP, columns) - 1} are not all finite: calibrate again")
     mean = float(diagonal.mean()) if columns else 0.0
     if mean == 0 or not np.isfinite(mean):
         return None
@@ -106,17 +115,31 @@ def prepare(gram: np.ndarray, damping: float = DAMPING, threads: int | None = No
         matrix = np.ascontiguousarray(gram, np.float32)
     else:
         matrix = np.zeros((padded, padded), np.float32)
-        matrix[:columns, :columns] = gram / unit
+        for first in range(0, columns, STRIP):  # in float64, which has the unit of any
+            matrix[first : min(first + STRIP, columns), :columns] = gram[first : first + STRIP].astype(np.float64) / unit
     diagonal = np.pad(diagonal / unit, (0, padded - columns))
     mean /= unit
     order = np.argsort(diagonal, kind="stable")
-    while damping <= 1:
-        factor = unit_factor(matrix, damping * mean, order, threads)
+    share, most = max(damping, LEAST_DAMPING), max(damping, 1.0)
+    while share <= most:
+        factor = unit_factor(matrix, share * mean, order, threads)
         if factor is not None:
-            importance = (diagonal[:columns] + damping * mean).astype(np.float32)
-            return Hessian(columns, matrix, float(np.float32(damping * mean)), unit, order, factor, importance)
-        damping *= 10
+            padding = np.flatnonzero(order >= columns)
+            factor[padding, padding] = 0
+            importance = (diagonal[:columns] + share * mean).astype(np.float32)
+            return Hessian(columns, matrix, float(np.float32(share * mean)), unit, order, factor, importance)
+        share *= 10
     return None
+
+
+def checked_moments(diagonal: np.ndarray) -> np.ndarray:
+    """Sums or means of x² -> the same in float64. Raises FormatError unless all are finite and none is negative."""
+    diagonal = np.asarray(diagonal, np.float64)
+    wrong = ~(np.isfinite(diagonal) & (diagonal >= 0))
+    if wrong.any():
+        column = int(wrong.argmax())
+        raise FormatError(f"second moment of column {column} is {diagonal[column]}; it must be finite and not negative: calibrate again")
+    return diagonal
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The ways from weights to blocks, behind one function: round-to-nearest, weighted search, error feedback.
 
 All give the same kinds of blocks. What they know of a matrix's inputs differs: nothing, the second moment of each column, or all of
-them, and so does what they cost: `nearest` about 1 ns per weight, `search` 3, `feedback` 1 + columns / 10 (see docs/methods.md).
+them, and so does what they cost: `nearest` about 1 ns per weight, `search` 3 to 10, `feedback` 30 + columns / 12 (see docs/methods.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from .block import ROWS, BlockFormat
 from .encoders import Encoded, as_float32, encode, processors, tile
 from .errors import FormatError
-from .feedback import DAMPING, PASSES, ROUNDS, Hessian, choose_codes, prepare
+from .feedback import DAMPING, PASSES, ROUNDS, Hessian, checked_moments, choose_codes, prepare
 from .measures import TensorErrors, TensorMeter
 from .scales import check_finite
 
@@ -46,12 +46,15 @@ class Inputs:
 
     @property
     def importance(self) -> np.ndarray | None:
-        """float32[columns] for a search, or None: with gram its damped diagonal. Never all zero; near 1."""
+        """float32[columns] for a search, or None: with gram its damped diagonal. Never all zero; near 1.
+
+        Raises FormatError for what is not finite, or negative.
+        """
         if self.gram is not None and self.gram.size:
-            found = self.gram.diagonal().astype(np.float64)
+            found = checked_moments(self.gram.diagonal())
             found = found + self.damping * found.mean()
         elif self.diagonal is not None:
-            found = np.asarray(self.diagonal, np.float64)
+            found = checked_moments(self.diagonal)
         else:
             return None
         largest = found.max(initial=0.0)

@@ -197,7 +197,9 @@ def test_the_factor_is_numpys_on_any_number_of_threads(columns):
     damping = 0.01 * gram.diagonal().mean()
     lower = np.linalg.cholesky(damped(gram, damping)[np.ix_(order, order)])
     found = np.tril(unit_factor(gram, damping, order, threads=1))
-    np.testing.assert_allclose(found, lower / lower.diagonal(), rtol=1e-3, atol=1e-4 * np.abs(lower / lower.diagonal()).max())
+    np.testing.assert_allclose(found.diagonal(), lower.diagonal() ** 2, rtol=1e-3)
+    np.fill_diagonal(again := found.copy(), 1)
+    np.testing.assert_allclose(again, lower / lower.diagonal(), rtol=1e-3, atol=1e-4 * np.abs(lower / lower.diagonal()).max())
     for threads in (2, 5):
         np.testing.assert_array_equal(np.tril(unit_factor(gram, damping, order, threads)), found)
 
@@ -211,7 +213,13 @@ def test_a_hessian_that_cannot_be_factored_gets_more_damping():
 
 
 def test_what_is_no_hessian_is_refused():
+    for damping in (0.0, -0.1, np.nan, np.inf):
+        with pytest.raises(FormatError, match="damping must be"):
+            prepare(inputs(32), damping)
+    unknown = inputs(300)
+    unknown[200, 3] = unknown[3, 200] = np.nan
     for bad, words in (
+        (unknown, "columns 0 to 127 are not all finite"),
         (np.zeros((3, 4), np.float32), "3, 4"),
         (np.zeros((3, 3), np.int32), "int32"),
         (np.diag([1.0, np.nan]), "column 1 is nan"),
