@@ -36,6 +36,8 @@ BUILT_IN_TEXT = Path(__file__).with_name("data") / "austen.txt"
 """Passages of Emma, Mansfield Park and Northanger Abbey (Jane Austen, 1814 to 1817), in the public domain."""
 
 TOKENS = 5120
+SENSITIVITY_TOKENS, SENSITIVITY_CHUNK = 1024, 256
+"""Fewer, because the work grows with the number of matrices."""
 _MOST_TOKENS = 1 << 26
 
 
@@ -66,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--tensors-only", action="store_true", help="compare tensors, run nothing")
     add("--sensitivity", action="store_true", help="measure what each matrix alone does to the predictions, too")
-    add("--sensitivity-tokens", metavar="N", type=int, help="tokens of the text for that, in chunks of 256 (default 1024)")
+    add("--sensitivity-tokens", metavar="N", type=int, help=f"tokens of the text for that (default {SENSITIVITY_TOKENS})")
     add("--speed", action="store_true", help="measure prefill and decode, too, as qbench does")
     add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
     add("--json", action="store_true", help="print one JSON object")
@@ -176,7 +178,7 @@ def _measure(models: list[Checkpoint], reference: Checkpoint, arguments: argpars
 
 def _text(arguments: argparse.Namespace) -> str:
     """The text, or enough of its beginning. stdin can be read only once."""
-    most = max(arguments.tokens, arguments.sensitivity_tokens or 0)
+    most = max(arguments.tokens, arguments.sensitivity_tokens or SENSITIVITY_TOKENS)
     return read_text(str(BUILT_IN_TEXT) if arguments.text is None else arguments.text, most)
 
 
@@ -218,11 +220,12 @@ def _speed(model: Checkpoint, arguments: argparse.Namespace) -> Speed:
 
 def _sensitivity(model: Checkpoint, reference: Checkpoint, text: str, arguments: argparse.Namespace) -> Sensitivity:
     from ..engine.evaluation_text import evaluation_tokens
-    from ..engine.sensitivity import CHUNK, measure_sensitivities, probing_tokens
+    from ..engine.sensitivity import measure_sensitivities, probing_tokens
     from .report_data import Sensitivity
 
-    chunk = min(CHUNK, arguments.chunk)
-    ids, _ = evaluation_tokens(model, reference, text, arguments.sensitivity_tokens or probing_tokens(reference), chunk)
+    chunk = min(SENSITIVITY_CHUNK, arguments.chunk)
+    tokens = arguments.sensitivity_tokens or probing_tokens(reference, SENSITIVITY_TOKENS)  # as memory allows
+    ids, _ = evaluation_tokens(model, reference, text, tokens, chunk)
     with stages(_rates(ids.size)) as progress:
         found = measure_sensitivities(reference, model, ids.reshape(-1, chunk), threads=arguments.threads, progress=progress)
     return Sensitivity(found, ids.size // chunk, chunk)
