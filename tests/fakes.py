@@ -4,6 +4,7 @@ Tokens 0 to 255 are bytes; 256 is the end of text, 257 another special token. Th
 bytes of a script, and then the end of text.
 """
 
+import sys
 import time
 
 import numpy as np
@@ -109,3 +110,23 @@ class _Sequence:
 
     def __init__(self):
         self.ids, self.said, self.answer, self.next = [], None, -1, -1
+
+
+CHILD = """
+import importlib.util, os, sys
+from halfbyte.tools import qrun
+def fake(arguments):
+    spec = importlib.util.spec_from_file_location("halfbyte_test_fakes", {fakes!r})
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FakeEngine({engine})
+qrun.open_engine = fake
+status = qrun.main({arguments!r})
+{after}
+sys.exit(status)
+"""
+
+
+def child(*arguments, engine='"Hello, world"', after=""):
+    """A command that runs qrun with a fake engine; engine: how it is made, after: what is done when qrun has left, both Python."""
+    return [sys.executable, "-c", CHILD.format(fakes=__file__, engine=engine, arguments=["model", *arguments], after=after)]
