@@ -30,8 +30,6 @@ def hull(options: Sequence[Option]) -> list[Option]:
     for option in sorted(options, key=lambda o: (o.nbytes, o.cost)):
         if found and option.cost >= found[-1].cost:
             continue
-        while found and option.nbytes == found[-1].nbytes:
-            found.pop()
         while len(found) > 1 and _gain(found[-2], found[-1]) <= _gain(found[-2], option):
             found.pop()
         found.append(option)

@@ -7,6 +7,7 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -103,7 +104,8 @@ class TileStore:
 
     def close(self) -> None:
         """The file is gone when no tensor of it is held any more."""
-        self._file.close()
+        with suppress(OSError):  # what a full disk has kept in the buffer is not missed
+            self._file.close()
 
     def __enter__(self) -> TileStore:
         return self

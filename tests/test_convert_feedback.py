@@ -296,9 +296,9 @@ def test_statistics_of_qcalibrate(tmp_path, folder):
     (tmp_path / "text.txt").write_text("".join(map(str, range(400))), encoding="utf-8")
     stats, common = tmp_path / "s.safetensors", ("--text", str(tmp_path / "text.txt"), "--tokens", "256", "--gram", "-o")
     assert qcalibrate([str(folder), *common, str(stats)]) == 0
-    status, _, err = run(folder, "--method", "feedback", "--calibrate", stats, "-o", tmp_path / "a.hbf")
+    status, _, err = run(folder, "--format", "q4_0", "--calibrate", stats, "-o", tmp_path / "a.hbf")
     assert status == 0 and err == "", err
-    status, _, err = run(folder, "--method", "feedback", "--calibrate", tmp_path / "text.txt", "--tokens", 256, "-o", tmp_path / "b.hbf")
+    status, _, err = run(folder, "--format", "q4_0", "--calibrate", tmp_path / "text.txt", "--tokens", 256, "-o", tmp_path / "b.hbf")
     assert status == 0, err
     with open_checkpoint(tmp_path / "a.hbf") as by_file, open_checkpoint(tmp_path / "b.hbf") as by_text:
         for name, tensor in by_text.tensors.items():
@@ -322,10 +322,12 @@ def test_command_lines_that_make_no_sense(tmp_path, folder):
     (tmp_path / "short.txt").write_text("short", encoding="utf-8")
     (tmp_path / "long.txt").write_text("long" * 100, encoding="utf-8")
     for status, words, *arguments in (
-        (2, "go with --method", "--tokens", 5, "--bits", 4),
-        (2, "writes a .hbf file", "--method", "feedback", "--to", "gguf"),
+        (2, "--tokens: no text is run", "--tokens", 5, "--bits", 8),
+        (2, "--tokens: no text is run", "--tokens", 5, "--bits", 4, "--fast"),
+        (2, "--blend: no text is run", "--blend", 0.1, "--format", "q4_0", "--method", "search"),
+        (2, "a mix of formats is written as .hbf", "--size", "1MB", "--to", "gguf"),
         (2, "REGEX=FORMAT", "--tensor", "attn"),
-        (1, "looks at no inputs", "--method", "nearest", "--calibrate", tmp_path / "long.txt"),
+        (2, "looks at no text", "--method", "nearest", "--calibrate", tmp_path / "long.txt"),
         (1, "less than one chunk", "--method", "feedback", "--calibrate", tmp_path / "short.txt"),
         (1, "missing.txt", "--method", "feedback", "--calibrate", tmp_path / "missing.txt"),
         (1, "choose nearest, search, feedback", "--method", "gptq"),

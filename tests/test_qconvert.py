@@ -70,7 +70,7 @@ def large(tmp_path):
 
 def test_table_and_json(tmp_path):
     tiny.write_folder(tmp_path / "m")
-    text = succeed(tmp_path / "m", "--bits", 4).stdout
+    text = succeed(tmp_path / "m", "--bits", 4, "--fast").stdout
     output = tmp_path / "m.q4_0.hbf"
     assert output.is_file()
     for words in (
@@ -105,7 +105,7 @@ def test_round_through_every_kind(tmp_path):
 
 def test_default_outputs(tmp_path):
     tiny.write_folder(tmp_path / "m")
-    succeed(tmp_path / "m" / "model.safetensors", "--format", "q4_1")
+    succeed(tmp_path / "m" / "model.safetensors", "--format", "q4_1", "--fast")
     assert (tmp_path / "m" / "model.q4_1.hbf").is_file()
     succeed("model.q4_1", "--to", "gguf", cwd=tmp_path / "m")  # the ending may be left out
     assert (tmp_path / "m" / "model.q4_1.gguf").is_file()
@@ -162,8 +162,9 @@ def test_non_finite_weights(tmp_path):
     tensors = tiny.weights(tiny.llama_config())
     tensors["model.layers.0.mlp.up_proj.weight"][4, 2] = np.nan
     tiny.write_folder(tmp_path / "m", tensors=tensors)
-    assert "blk.0.ffn_up.weight [row 4, column 2]" in fail(tmp_path / "m")
-    assert "blk.0.ffn_up.weight" in succeed(tmp_path / "m", "--allow-nonfinite").stderr
+    for way in (["--fast"], ["--format", "q4_0"], []):
+        assert "blk.0.ffn_up.weight [row 4, column 2]" in fail(tmp_path / "m", *way)
+        assert "blk.0.ffn_up.weight: 1 weights" in succeed(tmp_path / "m", *way, "--allow-nonfinite").stderr
 
 
 def test_an_unexpected_error_is_one_line(tmp_path):
@@ -184,7 +185,7 @@ def test_an_unexpected_error_is_one_line(tmp_path):
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     tiny.write_folder(tmp_path / "m")
-    with subprocess.Popen([*COMMAND, str(tmp_path / "m"), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+    with subprocess.Popen([*COMMAND, str(tmp_path / "m"), "--fast", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.close()
         assert b"Traceback" not in child.stderr.read() and b"error" not in child.stderr.read()
     assert (tmp_path / "m.q4_0.hbf").is_file()
