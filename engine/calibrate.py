@@ -42,6 +42,10 @@ class CalibrationError(HalfbyteError):
     """A model or a text that cannot be used for calibration."""
 
 
+class ActivationError(CalibrationError):
+    """What a matrix reads is not finite."""
+
+
 @dataclass(frozen=True)
 class InputStatistics:
     """What one input was like. Matrices that read the same input share it.
@@ -307,7 +311,7 @@ class Calibration:
         for each, sums in zip(inputs, moments, strict=True):
             sums.finish()
             if not np.isfinite(sums.sums).all():
-                raise CalibrationError(f"what {each.names[0]} reads is not finite: the model's weights overflow, or are damaged before it")
+                raise ActivationError(f"what {each.names[0]} reads is not finite: the model's weights overflow, or are damaged before it")
             found.append(InputStatistics(each.names, each.section, each.columns, sums.count, sums.sums, sums.gram))
         moments.clear()
         return self._consumer(found)

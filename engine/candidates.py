@@ -26,6 +26,7 @@ from ..quant.feedback import DAMPING
 from ..quant.methods import TIED_DAMPING, Inputs
 from .calibrate import Calibration, InputStatistics
 from .convert_feedback import known_inputs, quantizing_multiplications
+from .finite import finite_checkpoint, naming_weights
 from .quantize_tensor import TensorQuantizer
 from .sensitivity import CHUNK, Probes, probing_tokens
 
@@ -75,10 +76,12 @@ def make_candidates(
     Raises CalibrationError, NonFiniteError, OutputError and what running a checkpoint raises.
     """
     seen, probed = split_texts(checkpoint, texts)
+    run = finite_checkpoint(checkpoint) if allow_nonfinite else checkpoint
     with ExitStack() as stack:
-        probes = stack.enter_context(Probes(checkpoint, probed, threads, progress))
+        stack.enter_context(naming_weights(checkpoint))
+        probes = stack.enter_context(Probes(run, probed, threads, progress))
         work = _Pass(checkpoint, formats, store, probes, threads or default_threads(), allow_nonfinite, progress)
-        calibration = stack.enter_context(Calibration(checkpoint, seen, threads=threads, progress=work.ran))
+        calibration = stack.enter_context(Calibration(run, seen, threads=threads, progress=work.ran))
         return Candidates(work.run(calibration), int(probed.size))
 
 

@@ -43,6 +43,7 @@ from ..quant.block import get_format
 from ..quant.feedback import DAMPING
 from ..quant.methods import TIED_DAMPING, Inputs
 from .calibrate import Calibration, InputStatistics, MatrixInput
+from .finite import finite_checkpoint, naming_weights
 from .quantize_tensor import TensorQuantizer
 
 LEAST_IMPORTANCE = 1e-6
@@ -87,7 +88,8 @@ def convert_with_text(
         def wants_gram(each: MatrixInput) -> bool:
             return conversion.method == "feedback" and any(name in conversion.wanted for name in each.names)
 
-        with Calibration(checkpoint, texts, threads=threads, progress=conversion.ran) as calibration:
+        run = finite_checkpoint(checkpoint) if allow_nonfinite else checkpoint
+        with naming_weights(checkpoint), Calibration(run, texts, threads=threads, progress=conversion.ran) as calibration:
             conversion.expect({name for each in calibration.inputs for name in each.names})
             calibration.run(consume, wants_gram)
 

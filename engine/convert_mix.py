@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from ..formats.atomic import check_output
 from ..formats.checkpoint import Checkpoint
-from ..formats.convert import ConversionResult, convert, file_nbytes, files_nbytes, is_quantized, plan, usable
+from ..formats.convert import ConversionResult, convert, file_nbytes, files_nbytes, inputs, is_quantized, plan, replacement_note, usable
+from ..formats.errors import OutputError
 from ..formats.native_layout import PAGE
 from ..formats.recipe import Recipe, RecipeError, patterns
 from ..formats.tensor import Tensor
@@ -29,6 +31,7 @@ from ..quant.block import get_format
 from .allocation import Option, Options, allocate, allocate_cost, smallest, total
 from .candidates import Candidate, Candidates, make_candidates
 from .divergence import DivergenceMeter
+from .finite import finite_checkpoint
 
 LADDER = ("nl4", "nl5", "q6_r", "q8_0")
 """Formats that are mixed, from the smallest, which is the one that is probed."""
@@ -55,7 +58,7 @@ class Goal:
         if len(given) != 1:
             raise RecipeError("one goal is needed: a size, bits per weight, or a KL divergence")
         if not 0 < given[0] < 1 << 62:
-            raise RecipeError(f"{self}: must be more than nothing")
+            raise RecipeError(f"{self}: must be {'more than nothing' if not given[0] > 0 else 'less than that'}")
 
     def __str__(self) -> str:
         if self.nbytes is not None:
@@ -168,7 +171,10 @@ class _Mix:
     # ---- goals -------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises RecipeError for a size or a number of bits that no choice can have, before any work is done."""
+        """Raises RecipeError for a size or a number of bits that no choice can have, and OutputError, before any work is done."""
+        check_output(self._output, inputs=inputs(self._checkpoint))
+        if os.path.isdir(self._output):
+            raise OutputError(self._output, "is a folder; a file is to be written")
         if self._goal.kl is not None:
             return
         tensors = self._checkpoint.tensors
@@ -213,14 +219,16 @@ class _Mix:
         options = self._options(candidates)
         finest = {name: min(each, key=lambda option: option.cost) for name, each in options.items()}
         coarsest = {name: min(each, key=lambda option: option.nbytes) for name, each in options.items()}
-        with DivergenceMeter(self._checkpoint, ids, chunk, self._threads, self._progress) as meter:
+        run = finite_checkpoint(self._checkpoint) if self._allow else self._checkpoint
+        with DivergenceMeter(run, ids, chunk, self._threads, self._progress) as meter:
 
             def measure(chosen: dict[str, Option]) -> float:
-                return meter.measure(self._chosen(chosen, candidates))
+                return meter.measure(run.with_tensors(self._tensors(chosen, candidates)))
 
             best, reached = finest, measure(finest)
-            if reached > wanted:
-                raise RecipeError(f"{self._goal} cannot be reached: the model in {LADDER[-1]} and int8 activations has {reached:.4g}")
+            if not reached <= wanted:
+                formats = " and ".join(sorted({option.format for option in finest.values()}))
+                raise RecipeError(f"{self._goal} cannot be reached: the model in {formats}, with int8 activations, has {reached:.4g}")
             found = measure(coarsest)
             if found <= wanted:
                 return coarsest, candidates, found
@@ -249,7 +257,7 @@ class _Mix:
         """Writes the chosen candidates."""
         recipe = self._chosen_recipe(chosen)
         result = convert(
-            self._chosen(chosen, candidates),
+            self._checkpoint.with_tensors(self._tensors(chosen, candidates)),
             self._output,
             replace(recipe, method=None),  # what is chosen is kept as it is; nothing is left that the model would be run for
             threads=self._threads,
@@ -265,6 +273,7 @@ class _Mix:
                 picked = _candidate(candidates, done.name, done.format)
                 done.source, done.kept, done.replaced = self._checkpoint.tensors[done.name].format, False, picked.replaced
                 done.reason = "chosen for the goal" if done.format != result.asked else ""
+        result.notes = list(dict.fromkeys([*result.notes, *replacement_note(result)]))
         planned = [
             Planned(
                 name,
@@ -313,24 +322,15 @@ class _Mix:
         return file_nbytes(self._checkpoint, self._chosen_recipe(chosen), self._provenance)
 
     def _chosen_recipe(self, chosen: Mapping[str, Option]) -> Recipe:
-        form, named = patterns({name: option.format for name, option in chosen.items()})
-        return Recipe(format=form, method="feedback", tensors=named)
+        """The plan, and behind it the patterns that were given, which also speak of matrices that were not chosen for."""
+        given = self._recipe.tensors
+        free = {name: option.format for name, option in chosen.items() if self._recipe.named(name)[1] is None}
+        form, named = patterns(free) if free else (LADDER[0], ())
+        return Recipe(format=form, method="feedback", tensors=(*named, *given))
 
-    def _chosen(self, chosen: Mapping[str, Option], candidates: Candidates) -> Checkpoint:
-        """The checkpoint with the chosen candidates in the place of its matrices."""
-        source = self._checkpoint
-        tensors = dict(source.tensors) | {name: _candidate(candidates, name, option.format).tensor for name, option in chosen.items()}
-        return Checkpoint(
-            source.path,
-            source.kind,
-            source.metadata,
-            tensors,
-            family=source.family,
-            tokenizer=source.tokenizer,
-            files=source.files,
-            config=source.config,
-            notes=source.notes,
-        )
+    def _tensors(self, chosen: Mapping[str, Option], candidates: Candidates) -> dict[str, Tensor]:
+        """The chosen candidates, which take the place of the checkpoint's matrices."""
+        return {name: _candidate(candidates, name, option.format).tensor for name, option in chosen.items()}
 
 
 def _candidate(candidates: Candidates, name: str, form: str) -> Candidate:

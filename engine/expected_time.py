@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,7 @@ _EFFICIENCY = 0.7
 
 def expected_seconds(multiplications: float, threads: int) -> float:
     """Seconds that so many multiplications of float32 matrix products take on all threads, by trying a few (some milliseconds)."""
+    threads = min(threads, os.cpu_count() or 1)  # more are no faster, and trying takes longer
     x = np.full((_SIZE, _SIZE), 0.5, np.float32)
 
     def product(_: int) -> float:

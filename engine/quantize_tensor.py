@@ -25,19 +25,23 @@ class TensorQuantizer:
 
     measure  errors of the weights
     method   what was used
-    loss     sum over rows of d H dᵀ (quant.methods.Quantized.losses); None for other methods than feedback
     """
 
     def __init__(self, tensor: Tensor, format: str, known: Inputs, method: str, *, threads: int, allow_nonfinite: bool = False):
         self._tensor, self._form, self._known, self._wanted = tensor, get_format(format), known, method
         self._threads, self._allow = threads, allow_nonfinite
         self._methods: set[str] = set()
+        self._losses: list[np.ndarray] = []
         self.measure = Measure()
-        self.loss: float | None = None
 
     @property
     def method(self) -> str:
         return "+".join(sorted(self._methods))
+
+    @property
+    def loss(self) -> float | None:
+        """Sum over rows of d H dᵀ (quant.methods.Quantized.losses), the same for any number of threads; None for other methods."""
+        return float(np.concatenate(self._losses).sum()) if self._losses else None
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +58,7 @@ class TensorQuantizer:
             found = self._quantize(rows)
             self._methods.add(found.method)
             if found.losses is not None:
-                self.loss = (self.loss or 0.0) + float(found.losses[1].sum())
+                self._losses.append(found.losses[1])
             advance((rows.stop - rows.start) * tensor.columns)
             yield found.data
 

@@ -30,6 +30,7 @@ CHUNK = 128
 """Tokens of a context: several short ones from different places say more than one long one."""
 _FIRST = CHUNK // 4
 """The predictions from this one on count, every second of them: neighbours say nearly the same, and a large vocabulary costs time."""
+_BOTH = "both uses of the embedding"
 _STREAM_BYTES = 3 << 28
 _MOST_TOKENS, _LEAST_TOKENS = 384, 128
 """Twice as many change the plan so little that the divergence of SmolLM2-135M falls by 1 %, in twice the time."""
@@ -188,7 +189,8 @@ def measure_sensitivities(
     progress: Progress = lambda what, done, total: None,
 ) -> dict[str, float]:
     """By GGUF's names, in the order of the model: mean KL divergence of the predictions, nats per token, when that matrix alone is the
-    model's and everything else is the reference's. An embedding that is also the head counts with both uses.
+    model's and everything else is the reference's. An embedding that is also the head counts with both uses, a head that only the reference
+    ties to its embedding as a matrix of its own.
 
     texts: int[chunks, tokens] ids. progress: "kernels" in number, "text" in multiplications.
     Raises what opening and running a checkpoint raises; ReportError has been raised before by whoever checked that both are the same model.
@@ -213,11 +215,14 @@ def measure_sensitivities(
             progress("text", done, total)
         (head,) = probes.names("head")
         tensor = changed(head)
-        label = head if head == HEAD else "the head"
-        found = probes.head({} if tensor is None else {label: (None if head == HEAD else head, tensor)})
+        if head == EMBEDDING and HEAD in model.tensors:  # tied in the reference alone: its uses are two matrices of the model
+            head, own = HEAD, model.tensors[HEAD]
+            tensor = None if _same(own, reference.tensors[EMBEDDING]) else own
+        both = _BOTH if head == EMBEDDING else head
+        found = probes.head({} if tensor is None else {both: (head if head == EMBEDDING else None, tensor)})
         progress("text", total, total)
-    if "the head" in found:
-        found[head] = found.pop("the head")
+    if _BOTH in found:
+        found[EMBEDDING] = found.pop(_BOTH)
     elif tensor is not None:
         order.append(head)
     return {name: found[name] for name in order}

@@ -118,6 +118,20 @@ class Checkpoint:
         """Bytes of all tensors in the file."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Checkpoint:
+        """The same checkpoint with these tensors in the place of its own, by name. Valid as long as this one is open."""
+        return Checkpoint(
+            self.path,
+            self.kind,
+            self.metadata,
+            {**self.tensors, **tensors},
+            family=self.family,
+            tokenizer=self.tokenizer,
+            files=self.files,
+            config=self.config,
+            notes=self.notes,
+        )
+
     def close(self) -> None:
         """Closes the files. Arrays that were handed out stay valid."""
         self._closing.close()
