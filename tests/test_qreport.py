@@ -17,6 +17,7 @@ from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.convert import convert
 from halfbyte.formats.recipe import Recipe
 from halfbyte.tools import qreport
+from halfbyte.tools.stages import stages, token_rate
 from halfbyte.tools.svg import Plot, label_of, round_steps
 from halfbyte.tools.text_file import read_text
 
@@ -141,6 +142,43 @@ def test_weights_without_a_config_are_compared_as_tensors(run, root):
     status, out, err = run("--json", model="lone.safetensors", reference="other.safetensors")
     assert status == 0 and json.loads(out)["tokens"] is None and "only tensors are compared" in err
     assert all(t["cosine"] == pytest.approx(1) and t["nmse"] == 0 for t in json.loads(out)["tensors"])
+
+
+def drawn(monkeypatch, work, **options):
+    """What a terminal sees of a bar while `work` calls it."""
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", terminal)
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "120")
+        with stages(**options) as progress:
+            work(progress)
+    return terminal.getvalue()
+
+
+def test_the_bar_names_its_stage_and_its_rate(monkeypatch):
+    def work(progress):
+        for stage, total in (("kernels", 7), ("text", 4e9)):
+            for done in (0, total / 2, total):
+                progress(stage, done, total)
+
+    seen = drawn(monkeypatch, work, rate=token_rate(1000))
+    assert "kernels" in seen and "text" in seen and re.search(r"\d+ tokens/s", seen) and "100%" in seen
+    seen = drawn(monkeypatch, work, name="[red]\x1b[2Jm.hbf")
+    assert "kernels" in seen and "[red]\\x1b[2Jm.hbf" in seen and "tokens/s" not in seen
+    assert "\x1b[2J" not in seen, "names are shown, not obeyed"
+    monkeypatch.setenv("TERM", "dumb")
+    with stages() as progress:
+        progress("text", 1, 2)
+
+
+def test_the_bar_takes_totals_of_nothing(monkeypatch):
+    assert "tokens/s" not in drawn(monkeypatch, lambda progress: progress("text", 0, 0), rate=token_rate(0))
 
 
 # --- the page -------------------------------------------------------------------------------------------------------------------

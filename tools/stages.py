@@ -38,14 +38,15 @@ def stages(rate: Rate | None = None, name: str | None = None) -> Iterator[Progre
         columns.append(TextColumn("{task.fields[rate]:>14}", markup=False))
     columns.append(TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, speed_estimate_period=120) as bar:
-        task, now, begun, shown = bar.add_task("", total=1, rate=""), "", 0.0, 0.0
+        task, now, begun, shown = bar.add_task("", total=1, rate="", visible=False), "", 0.0, 0.0
 
         def progress(stage: str, done: float, total: float) -> None:
             nonlocal now, begun, shown
             moment = time.monotonic()
             if stage != now:
                 now, begun, shown = stage, moment, 0.0
-                bar.reset(task, description=stage if name is None or stage == "kernels" else one_line(name), total=total, rate="")
+                what = stage if name is None or stage == "kernels" else one_line(name)
+                bar.reset(task, description=what, total=total, rate="", visible=True)
             if done < total and moment - shown < 0.05:
                 return
             shown = moment
