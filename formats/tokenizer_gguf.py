@@ -259,12 +259,12 @@ def _check(tokenizer_json: bytes, keys: Mapping[str, Any]) -> None:
     """Raises TokenizerError unless the tokenizer that a reader will build from the keys reads text as the original does."""
     from unicodedata import normalize
 
-    from .tokenizers_library import build_tokenizer, guarded
+    from .tokenizers_library import build_tokenizer, token_ids
 
     original, rebuilt = build_tokenizer(tokenizer_json), build_tokenizer(dumps(from_gguf(keys)))
     probe = normalize("NFC", PROBE)  # a GGUF file cannot ask for it, which is noted
     for text in (probe, normalize("NFC", probe.swapcase()), " ".join(reversed(probe.split(" ")))):
-        ids = [guarded(lambda t=t, text=text: t.encode(text, add_special_tokens=False).ids) for t in (original, rebuilt)]
+        ids = [token_ids(library, text) for library in (original, rebuilt)]
         if ids[0] != ids[1]:
             at = next((i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b), min(map(len, ids)))
             around = printable(original.decode(ids[0][max(at - 2, 0) : at + 3]), 60)

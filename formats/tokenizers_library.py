@@ -48,6 +48,11 @@ def build_tokenizer(tokenizer_json: bytes) -> Tokenizer:
     return guarded(build)
 
 
+def token_ids(library: Tokenizer, text: str) -> list[int]:
+    """The ids of a text alone, without what the post-processor would put around it. Raises TokenizerError."""
+    return guarded(lambda: library.encode(text, add_special_tokens=False).ids)
+
+
 def _check_post_processor(processor: Mapping[str, Any], token: Callable[[int], str | None]) -> None:
     """Raises TokenizerError unless every template for a text holds the text once, and special tokens that there are.
 

@@ -5,6 +5,7 @@ Tiles exist so that the same kernels' loops run over these formats too: vector k
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import numpy as np
@@ -28,13 +29,13 @@ class Floats(BlockFormat):
     def block_bytes(self) -> int:  # type: ignore[override]
         return COLUMNS * np.dtype(self.word).itemsize
 
+    @abstractmethod
     def to_words(self, values: np.ndarray) -> np.ndarray:
         """float32[...] -> words[...]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_words(self, words: np.ndarray) -> np.ndarray:
         """words[...] -> float32[...]."""
-        raise NotImplementedError
 
     def encode(self, weights: np.ndarray, importance: np.ndarray | None = None, method: str | None = None) -> np.ndarray:
         """See BlockFormat.encode. There is nothing to choose: `importance` and `method` change nothing."""

@@ -10,6 +10,7 @@ instruction multiplies such a vector by 4 activations repeated 16 times, and giv
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 import numpy as np
@@ -53,7 +54,7 @@ def from_vectors(vectors: np.ndarray) -> np.ndarray:
     return split.transpose(0, 3, 1, 2, 4).reshape(groups, ROWS, blocks, COLUMNS)
 
 
-class Part:
+class Part(ABC):
     """One run of bytes of a block, and the planes that hold the same bits in a tile. Subclasses see only their bits of a code.
 
     block_bytes: bytes in a block of 32 codes. A tile holds 16 rows, so it has block_bytes / 4 planes of 64 bytes for the part.
@@ -65,21 +66,21 @@ class Part:
     def planes(self) -> int:
         return self.block_bytes * ROWS // VECTOR_BYTES
 
+    @abstractmethod
     def to_block(self, codes: np.ndarray) -> np.ndarray:
         """uint8[..., 32] -> uint8[..., block_bytes]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_block(self, part: np.ndarray) -> np.ndarray:
         """uint8[..., block_bytes] -> uint8[..., 32] with the part's bits in place and all others 0."""
-        raise NotImplementedError
 
+    @abstractmethod
     def to_planes(self, vectors: np.ndarray) -> np.ndarray:
         """uint8[..., 8, 64] -> uint8[..., planes, 64]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def from_planes(self, planes: np.ndarray) -> np.ndarray:
         """uint8[..., planes, 64] -> uint8[..., 8, 64] with the part's bits in place and all others 0."""
-        raise NotImplementedError
 
 
 class Bytes(Part):

@@ -122,3 +122,27 @@ def test_formats_of_the_page_are_the_real_ones(name):
     shown = re.search(rf"    @register\n(    class {name.upper()}.*?)\n\n", PAGE.read_text(), re.DOTALL).group(1)
     source = (Path(registry.__file__).parent / f"{name}.py").read_text()
     assert [line.strip() for line in shown.splitlines()] == [line.strip() for line in source.splitlines()[-len(shown.splitlines()) :]]
+
+
+def test_parts_and_floats_without_all_methods_cannot_be_made():
+    """Not when one of them is called, but when the class is used at all."""
+    from halfbyte.quant.floats import Floats
+    from halfbyte.quant.layout import Part
+
+    class Half(Part):
+        block_bytes = 4
+
+        def to_block(self, codes):
+            return codes
+
+    class Word(Floats):
+        name = "word"
+        word = "<f4"
+
+        def to_words(self, values):
+            return values
+
+    with pytest.raises(TypeError, match=r"abstract methods .*from_block.*from_planes.*to_planes"):
+        Half()
+    with pytest.raises(TypeError, match=r"abstract method .*from_words"):
+        Word()

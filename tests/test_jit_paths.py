@@ -244,3 +244,27 @@ def test_targets_by_features():
         chosen = target.choose(machine, "some", frozenset(features))
         assert chosen.dot == dot, (machine, features)
     assert not target.choose("x86_64", "some", frozenset({"avx2"})).has_fma
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("NUMBA_CPU_NAME", "nonsense", "'nonsense' is not a recognized processor"),
+        ("NUMBA_CPU_NAME", "pentium", "64-bit code requested"),
+        ("NUMBA_CPU_FEATURES", "+nonsense", "'+nonsense' is not a recognized feature"),
+    ],
+)
+def test_processors_that_llvm_does_not_know_are_a_named_error(variable, value, says, tmp_path):
+    """LLVM would write to stderr, twelve times, and abort the process."""
+    if value == "pentium" and not ON_X86:
+        pytest.skip("another machine's processor")
+    command = (
+        "import sys; from halfbyte.tools.console import run; from halfbyte.quant.jit.store import find; "
+        "sys.exit(run(lambda: find('halfbyte.engine.kernels.matmul', 'q4_0', 'int8')))"
+    )
+    done = subprocess.run([sys.executable, "-c", command], env=environment(tmp_path, **{variable: value}), capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert done.stderr.startswith(f"error: {variable}={value}: {says}") and done.stderr.count("\n") == 1
+    code = "from halfbyte.quant.jit import target; target.current()"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(tmp_path, **{variable: value}), capture_output=True, text=True)
+    assert done.returncode == 1 and "ProcessorError: " in done.stderr.splitlines()[-1]

@@ -145,3 +145,21 @@ def test_scores_of_any_size(scale):
     case = Case([(400, 1), (0, 40)], 64, 3, "f16")
     case.q *= np.float32(scale)
     assert np.abs(case.run(2, True) - case.expected()).max() < 1e-3
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "f32"])
+@pytest.mark.parametrize(("head_size", "group"), [(24, 1), (64, 3), (32, 6), (128, 7)])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_keys_and_values_of_later_tokens_change_nothing(head_size, group, cache_type, bad):
+    """Token p does not see token p + 1 of the same chunk, not even where 0 times its values would be NaN."""
+    for start, count in ((0, 9), (251, 12), (500, 4)):  # within a page, and over the ends of pages and splits
+        case = Case([(start, count)], head_size, group, cache_type)
+        expected = case.run()
+        for p in range(start + 1, start + count):
+            case = Case([(start, count)], head_size, group, cache_type)
+            for later in range(p, start + count):
+                case.pages.put(case.tables[0], later, *np.full((2, 2, head_size), bad))
+            for workers in (1, 3):
+                got = case.run(workers)
+                np.testing.assert_array_equal(got[: p - start], expected[: p - start])
+                assert not np.isfinite(got[p - start :]).any()

@@ -7,7 +7,7 @@ so that a key or a value is loaded and converted once for all of them; a row's o
 beside it. Splits. Positions are taken in parts of SPLIT; a part's maximum, sum and values are folded into the row's running ones,
 in order. A sequence with one token (decode) may have its parts computed by different workers, into `parts`; then
 attention_merge.py folds them, in the same order, with the same arithmetic. So nothing depends on batch, chunking or threads.
-Positions that a row must not see get the weight 0 exactly.
+Positions that a row must not see get the weight 0 exactly, and their values are not even multiplied by it: they may be infinite.
 """
 
 from __future__ import annotations
@@ -228,6 +228,17 @@ def _split(head_size: int, group: int, cache_type: str, rows: int):
     whole = vectors // wide
 
     @inline
+    def rest_of_row(scores, cache, pages, page_bytes, base, first, last, results):
+        """Adds the values of positions first..last - 1, which the rows before this one do not see; `scores` begin at position base."""
+        for c in range(vectors):
+            sums = load(F32, results + 64 + 64 * c)
+            for p in range(first, last):
+                page = cache + load_i64(pages + p // PAGE * 8) * page_bytes + keys_bytes
+                v = widen(load(element, page + p % PAGE * value_stride + c * (16 * size)))
+                sums = fma(zeros(F32) + load_f32(scores + 4 * (p - base)), v, sums)
+            store(results + 64 + 64 * c, sums)
+
+    @inline
     def run(queries, scores, cache, pages, page_bytes, first, last, limit, row, results):
         for r in range(rows):
             store(results + r * part, zeros(F32) + float32(NOTHING))
@@ -257,9 +268,14 @@ def _split(head_size: int, group: int, cache_type: str, rows: int):
                 total = total + e
             store_f32(results + r * part, top)
             store_f32(results + r * part + 4, lanes_sum(total))
+        common = min(max(limit + row // group, first), last)  # all rows see the positions below it
         for c in range(whole):
-            four(scores, cache, pages, page_bytes, first, last, results, c * wide)
+            four(scores, cache, pages, page_bytes, first, common, results, c * wide)
         if whole * wide < vectors:
-            rest(scores, cache, pages, page_bytes, first, last, results, whole * wide)
+            rest(scores, cache, pages, page_bytes, first, common, results, whole * wide)
+        for r in range(1, rows):
+            line, seen = scores + r * (4 * SPLIT), min(limit + (row + r) // group, last)
+            if seen > common:
+                rest_of_row(line, cache, pages, page_bytes, first, common, seen, results + r * part)
 
     return run

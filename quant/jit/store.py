@@ -95,7 +95,7 @@ def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] |
     try:
         for _ in range(count):
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=_child_environment()
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=child_environment()
             )
             workers.append(process)
         queue, done = list(reversed(todo)), 0
@@ -133,7 +133,7 @@ def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] |
             process.wait()
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The child must import this very package, wherever it was imported from."""
     root = str(_PACKAGE.parent)
     path = os.pathsep.join(dict.fromkeys(p for p in (*sys.path, root) if p))
@@ -145,7 +145,9 @@ def _child_environment() -> dict[str, str]:
 
 def _compile(name: Name) -> Kernel:
     from .machine_code import compile_kernel
+    from .target import settle
 
+    settle()
     module = importlib.import_module(name[0])
     code = compile_kernel(module.build(*name[1:]), flat=None if _loader() == "map" else False)
     body = module.FIELDS.encode()

@@ -7,12 +7,20 @@ used an instruction outside the target would make LLVM abort the process. Tests 
 from __future__ import annotations
 
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ..errors import HalfbyteError
+
 LANES = 16
 """Logical lanes of every vector: one per row of a tile. LLVM splits them into the registers that the target has."""
+
+
+class ProcessorError(HalfbyteError):
+    """NUMBA_CPU_NAME or NUMBA_CPU_FEATURES asks for a processor that LLVM does not know, or cannot compile for here."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,9 @@ def choose(machine: str, cpu: str, features: frozenset[str]) -> Target:
 def current() -> Target:
     """The target of this process. Imports numba.
 
-    A processor asked for by name (NUMBA_CPU_NAME) has the features LLVM knows it to have, not this machine's.
+    A processor asked for by name (NUMBA_CPU_NAME) has the features LLVM knows it to have, not this machine's. Raises ProcessorError.
     """
-    from numba.core import config as numba_config
-
-    config: Any = numba_config
-
-    if config.CPU_NAME and config.CPU_FEATURES is None:
-        config.CPU_FEATURES = ""
+    settle()
     from numba.core.registry import cpu_target
 
     codegen = cpu_target.target_context.codegen()
@@ -65,6 +68,45 @@ def current() -> Target:
     features = frozenset(f[1:] for f in text.split(",") if f.startswith("+")) if text else _LEVELS.get(cpu, frozenset())
     return choose(platform.machine(), cpu, features)
 
+
+@cache
+def settle() -> None:
+    """Settles which processor Numba compiles for, before it makes anything of it.
+
+    LLVM aborts the process at some processors that it does not know, and has no list to ask for. So if one is asked for by name,
+    another process compiles a function that does nothing. Raises ProcessorError.
+    """
+    from numba.core import config as numba_config
+
+    config: Any = numba_config
+
+    if config.CPU_NAME and config.CPU_FEATURES is None:
+        config.CPU_FEATURES = ""
+    name, features = config.CPU_NAME or "", config.CPU_FEATURES or ""
+    if not (name or features):
+        return
+    from .store import child_environment
+
+    command = [sys.executable, "-c", _COMPILE_NOTHING, name, features]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=child_environment(), timeout=60)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return  # no other process can be had here
+    said = done.stderr.decode("utf-8", "replace").splitlines()
+    wrong = next((line for line in said if "is not a recognized" in line or line.startswith("LLVM ERROR")), None)
+    if wrong is not None:
+        given = ", ".join(f"{key}={value}" for key, value in (("NUMBA_CPU_NAME", name), ("NUMBA_CPU_FEATURES", features)) if value)
+        problem = wrong.removeprefix("LLVM ERROR:").removesuffix("(ignoring processor)").removesuffix("(ignoring feature)").strip()
+        raise ProcessorError(f"{given}: {problem}; unset it to compile for this machine, or use LLVM's names, such as x86-64-v3 or znver4")
+
+
+_COMPILE_NOTHING = """
+import sys, llvmlite.binding as llvm
+llvm.initialize_native_target()
+llvm.initialize_native_asmprinter()
+machine = llvm.Target.from_default_triple().create_target_machine(cpu=sys.argv[1], features=sys.argv[2])
+machine.emit_object(llvm.parse_assembly("define void @nothing() { ret void }"))
+"""
 
 # Features of the processor names that the tests use; an unlisted name runs the portable path, which every processor can.
 _LEVELS = {
