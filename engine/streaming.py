@@ -232,5 +232,5 @@ class StreamedModel:
 def load(matrices: Iterable[StreamedMatrix], threads: int) -> None:
     """Loads matrices side by side."""
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(StreamedMatrix.load, matrices):
+        for _ in pool.map(lambda matrix: matrix.load(), matrices):
             pass
