@@ -294,6 +294,17 @@ def test_the_divergence_of_a_model_with_one_matrix_changed_is_that_matrixs(run, 
         assert measure_sensitivities(reference, model, texts, threads=2) == {"blk.1.attn_v.weight": own}, "on the text's beginning"
 
 
+def test_a_quantized_reference_is_run_by_its_values(run, root):
+    """Whether the reference's int8 weights lie in a .hbf file or as floats in a folder makes no difference that counts."""
+    with open_checkpoint(root / "q8_0.hbf") as checkpoint:
+        values = {n: t.float32() for n, t in checkpoint.tensors.items()}
+    tiny.write_folder(root / "floats", tensors={n: values[tiny.gguf_name(n)] for n in tiny.weights(tiny.llama_config())}, dtype="f32")
+    options = ("q4_0.hbf", "--sensitivity", "--sensitivity-tokens", "32", "--json", "--reference")
+    packed, plain = (json.loads(run(*options, reference)[1]) for reference in ("q8_0.hbf", "floats"))
+    ours, theirs = ([t["kl"] for t in data["tensors"] if t["kl"] is not None] for data in (packed, plain))
+    assert len(ours) == len(theirs) == 15 and ours == pytest.approx(theirs, rel=0.05, abs=1e-6) and min(ours) > 0
+
+
 def test_sensitivity_in_tables_and_page(run, root):
     options = ("--sensitivity", "--sensitivity-tokens", "32", "--html", "sensitive.html")
     status, out, _ = run("q4_0.hbf", *options)
