@@ -175,9 +175,11 @@ class Calibration:
             stack.callback(workers.close)
             self._threads = workers.count
             self._pool = stack.enter_context(ThreadPoolExecutor(workers.count))
-            weights = (
-                ReplaceableWeights(checkpoint, workers.count) if sequential else StreamedWeights(checkpoint, workers.count, exact=True)
-            )
+            weights: StreamedWeights
+            if sequential:  # what the embedding and the head are made of is never replaced
+                weights = ReplaceableWeights(checkpoint, workers.count, ends=False)
+            else:
+                weights = StreamedWeights(checkpoint, workers.count, exact=True)
             tokens = self.texts.shape[1]
             model = self._model = StreamedModel(
                 checkpoint, weights, workers, "f32", tokens, lambda done, total: progress("kernels", done, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..formats.checkpoint import Checkpoint
 from ..formats.decoder import EMBEDDING, HEAD
 from ..formats.tensor import RowSlice, Tensor
 from .streaming import StreamedMatrix, StreamedWeights
@@ -67,14 +68,17 @@ class ReplaceableMatrix(StreamedMatrix):
 
 
 class ReplaceableWeights(StreamedWeights):
-    """The weights of a checkpoint as ReplaceableMatrix."""
+    """The weights of a checkpoint as ReplaceableMatrix.
 
-    def __init__(self, checkpoint, threads: int):  # type: ignore[no-untyped-def]
+    ends: embedding and head as well; otherwise they stay as they are, which is exact whatever they are stored in.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, threads: int, ends: bool = True):
         super().__init__(checkpoint, threads, exact=True)
+        self._ends = ends
 
-    def matrix(self, name: str) -> ReplaceableMatrix:  # type: ignore[override]
+    def matrix(self, name: str) -> StreamedMatrix:  # type: ignore[override]
         """The matrix of that name, not loaded; it must exist."""
-        found = self._streamed.get(name)
-        if not isinstance(found, ReplaceableMatrix):
-            found = self._streamed[name] = ReplaceableMatrix(self._tensors[name])
-        return found
+        if name not in self._streamed and (self._ends or name not in (EMBEDDING, HEAD)):
+            self._streamed[name] = ReplaceableMatrix(self._tensors[name])
+        return super().matrix(name)
