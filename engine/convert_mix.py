@@ -11,6 +11,7 @@ just below what was asked.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -118,17 +119,15 @@ def convert_to_goal(
     Raises RecipeError for a goal that cannot be reached, saying what can be; CalibrationError for a model that cannot be run; and as
     convert.
     """
+    if goal.kl is not None and ids is None:
+        raise RecipeError("a KL divergence can only be reached where a text is given to measure it on")
     mix = _Mix(checkpoint, output, recipe, goal, provenance, threads, allow_nonfinite, progress)
     mix.check()
-    with TileStore(Path(os.path.abspath(output)).parent) as store:
-        candidates = make_candidates(
-            checkpoint, mix.formats, texts, store, threads=threads, allow_nonfinite=allow_nonfinite, progress=progress
-        )
-        if goal.kl is None:
-            return mix.write(mix.for_bytes(candidates), candidates)
-        if ids is None:
-            raise RecipeError("a KL divergence can only be reached where a text is given to measure it on")
-        return mix.write(*mix.for_kl(candidates, ids, chunk))
+    try:
+        return mix.run(texts, ids, chunk)
+    except _CoarseError:
+        mix.formats = _formats(checkpoint, recipe, LADDER)
+        return mix.run(texts, ids, chunk)
 
 
 def candidate_formats(checkpoint: Checkpoint, recipe: Recipe, goal: Goal) -> dict[str, tuple[str, ...]]:
@@ -137,7 +136,11 @@ def candidate_formats(checkpoint: Checkpoint, recipe: Recipe, goal: Goal) -> dic
     if goal.nbytes is not None:
         weights = sum(tensor.size for tensor in checkpoint.tensors.values())
         fine = 8 * goal.nbytes >= _FINE_BITS * weights
-    ladder = LADDER if fine else LADDER[:-1]
+    return _formats(checkpoint, recipe, LADDER if fine else LADDER[:-1])
+
+
+def _formats(checkpoint: Checkpoint, recipe: Recipe, ladder: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The same for any ladder of formats."""
     found: dict[str, tuple[str, ...]] = {}
     for tensor in usable(checkpoint)[0]:
         job, _ = plan(tensor, replace(recipe, bits=None, format=LADDER[0]))
@@ -145,6 +148,10 @@ def candidate_formats(checkpoint: Checkpoint, recipe: Recipe, goal: Goal) -> dic
             _, named = recipe.named(tensor.name)
             found[tensor.name] = ladder if named is None else (named,)
     return found
+
+
+class _CoarseError(RecipeError):
+    """The finest formats that were tried are too coarse for the goal, and there are finer ones."""
 
 
 class _Mix:
@@ -167,6 +174,16 @@ class _Mix:
         self.formats = candidate_formats(checkpoint, recipe, goal)
         if not self.formats:
             raise RecipeError(f"{checkpoint.path.name} has no matrix whose format could be chosen")
+
+    def run(self, texts: np.ndarray, ids: np.ndarray | None, chunk: int) -> MixResult:
+        """All of it, with the formats that there are now."""
+        with TileStore(Path(os.path.abspath(self._output)).parent) as store:
+            candidates = make_candidates(
+                self._checkpoint, self.formats, texts, store, threads=self._threads, allow_nonfinite=self._allow, progress=self._progress
+            )
+            if ids is None or self._goal.kl is None:
+                return self.write(self.for_bytes(candidates), candidates)
+            return self.write(*self.for_kl(candidates, ids, chunk))
 
     # ---- goals -------------------------------------------------------------------------------------------------------
 
@@ -195,15 +212,14 @@ class _Mix:
             budget = int(goal.bits_per_weight * weights / 8) - rest
             if budget < smallest(options):
                 bits = 8 * (smallest(options) + rest) / weights
-                raise RecipeError(f"{goal} cannot be reached: in {LADDER[0]}, the smallest format, the model has {bits:.4g}")
+                raise RecipeError(f"{goal} cannot be reached: in {LADDER[0]}, the smallest format, the model has {rounded_up(bits, 4)}")
             return choose(options, budget)
         assert goal.nbytes is not None
         least = {name: min(each, key=lambda option: option.nbytes) for name, each in options.items()}
         beside = self._file_nbytes(least) - smallest(options)
         if goal.nbytes < beside + smallest(options):
-            raise RecipeError(
-                f"{goal} cannot be reached: in {LADDER[0]}, the smallest format, the file has {(beside + smallest(options)) / 1e6:.6g} MB"
-            )
+            least_size = rounded_up((beside + smallest(options)) / 1e6, 6)
+            raise RecipeError(f"{goal} cannot be reached: in {LADDER[0]}, the smallest format, the file has {least_size} MB")
         while True:
             # A plan of many formats is longer than one of few, by some kilobytes of the file's head.
             chosen = choose(options, goal.nbytes - beside)
@@ -227,8 +243,11 @@ class _Mix:
 
             best, reached = finest, measure(finest)
             if not reached <= wanted:
+                if LADDER[:-1] in self.formats.values():
+                    raise _CoarseError(f"{self._goal} cannot be reached without {LADDER[-1]}")
                 formats = " and ".join(sorted({option.format for option in finest.values()}))
-                raise RecipeError(f"{self._goal} cannot be reached: the model in {formats}, with int8 activations, has {reached:.4g}")
+                least = rounded_up(reached, 4)
+                raise RecipeError(f"{self._goal} cannot be reached: the model in {formats}, with int8 activations, has {least}")
             found = measure(coarsest)
             if found <= wanted:
                 return coarsest, candidates, found
@@ -331,6 +350,14 @@ class _Mix:
     def _tensors(self, chosen: Mapping[str, Option], candidates: Candidates) -> dict[str, Tensor]:
         """The chosen candidates, which take the place of the checkpoint's matrices."""
         return {name: _candidate(candidates, name, option.format).tensor for name, option in chosen.items()}
+
+
+def rounded_up(value: float, digits: int) -> str:
+    """So many digits of a number above 0 that are no less than it, so that what a message says can be had is had when it is asked for."""
+    text = f"{value:.{digits}g}"
+    if float(text) >= value or not math.isfinite(value):
+        return text
+    return f"{float(text) + 10.0 ** (math.floor(math.log10(value)) + 1 - digits):.{digits}g}"
 
 
 def _candidate(candidates: Candidates, name: str, form: str) -> Candidate:

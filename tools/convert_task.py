@@ -152,10 +152,12 @@ def _check_goal(wishes: Wishes) -> None:
 
 def parse_size(text: str) -> int:
     """Bytes of "90MB", "1.2 GB", "85MiB" or "90000000". Raises UsageError."""
+    from ..formats.errors import printable
+
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([a-zA-Z]*)\s*", text)
     unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None:
-        raise UsageError(f"--size {text}: must be a number of bytes, such as 90MB or 1.2GB")
+    if found is None or unit is None or len(text) > 40:
+        raise UsageError(f"--size {printable(text, 60)}: must be a number of bytes, such as 90MB or 1.2GB")
     return int(float(found[1]) * unit)
 
 
@@ -185,7 +187,7 @@ def read_wishes(checkpoint: Checkpoint, wishes: Wishes) -> Recipe | None:
     found = replace(found, tensors=(*found.tensors, *named))
     if found.bits is None and found.format is None:
         as_it_is = wishes.to == "safetensors" or (wishes.to == "gguf" and checkpoint.kind == "hbf")
-        if found.method is not None and wishes.to == "safetensors":
+        if as_it_is and found.method is not None:
             raise UsageError("--method: says how to quantize; give --bits or --format with it")
         if as_it_is and found.tensors:
             raise UsageError("--tensor: says how to quantize; give --bits or --format with it")
