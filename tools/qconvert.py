@@ -118,6 +118,8 @@ def qconvert(
                 if value is not None:
                     raise UsageError(f"{option}: no text is run for this conversion; it goes with --method feedback or search")
         target = output or _default(source, path, to, task.label)
+        if save_recipe is not None and task.recipe is None:
+            raise UsageError("--save-recipe: the weights are written as they are, there is no recipe")
         _refuse_overwriting(target, save_recipe, checkpoint, [name for name in (calibrate, recipe_file) if name not in (None, "-")])
         for text in [*checkpoint.notes, *task.notes]:
             note(text)
@@ -126,8 +128,7 @@ def qconvert(
     if save_recipe is not None:
         from ..formats.recipe_file import write_recipe
 
-        if recipe is None:
-            raise UsageError("--save-recipe: the weights are written as they are, there is no recipe")
+        assert recipe is not None
         write_recipe(save_recipe, recipe)
     seconds = time.perf_counter() - start
     for text in result.notes:
