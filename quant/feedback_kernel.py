@@ -32,6 +32,7 @@ from .jit.simd import (
     load,
     load_tile,
     load_tile_2d,
+    maximum,
     round_even,
     spread,
     store,
@@ -398,8 +399,9 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
                             )  # fmt: skip
                 for g in range(count):
                     at, s = g * x_bytes, g * s_bytes
+                    found = maximum(zeros(F32), load(F32, local + g * e_bytes + LOSS))  # where nothing is left, rounding may go below 0
                     keep_better(
-                        a, load(F32, local + g * e_bytes + LOSS), losses + 128 * g + 64, levels + at, best_levels + at,
+                        a, found, losses + 128 * g + 64, levels + at, best_levels + at,
                         scales + s, best_scales + s, minima + s, best_minima + s,
                     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The ways from weights to blocks, behind one function: round-to-nearest, weighted search, error feedback.
 
 All give the same kinds of blocks. What they know of a matrix's inputs differs: nothing, the second moment of each column, or all of
-them, and so does what they cost: `nearest` about 1 ns per weight, `search` 3 to 10, `feedback` 30 + columns / 12 (see docs/methods.md).
+them, and so does what they cost: `nearest` about 1 ns per weight, `search` 3 to 10, `feedback` 60 + columns / 12 (see docs/methods.md).
 """
 
 from __future__ import annotations
