@@ -206,7 +206,7 @@ def test_any_moments_give_a_factor_or_nothing(kind, columns, seed):
     np.testing.assert_array_equal(one.factor[lower], other.factor[lower])
     assert np.isfinite(one.factor[lower]).all() and (one.dampings[:columns] > 0).all() and not one.dampings[columns:].any()
     assert sorted(one.order) == list(range(n)) and (one.importance > 0).all()
-    unit, pivots = np.tril(one.factor.astype(np.float64), -1) + np.eye(n), one.factor.diagonal().astype(np.float64)
+    unit, pivots = np.tril(one.factor, -1).astype(np.float64) + np.eye(n), one.factor.diagonal().astype(np.float64)
     assert (pivots[one.order < columns] > 0).all() and not pivots[one.order >= columns].any()
     again = (unit * pivots) @ unit.T
     wanted = np.pad(gram.astype(np.float64) / one.unit + one.damping * np.eye(columns), (0, n - columns))[np.ix_(one.order, one.order)]
