@@ -1,6 +1,6 @@
 # The two commands of the README. Everything lands in .venv and in the cache folder of the user; nothing else is touched.
 #
-#   make demo    a clean clone to a converted, reported and answering model
+#   make demo    a clean clone to a converted, reported and answering model (quickly converted: without --fast, two minutes more)
 #   make test    all tests
 #   make lint    ruff and mypy
 #   make clean   removes .venv and what the build left
@@ -23,7 +23,7 @@ MODEL    := $(MODELS)/smollm2-int4.hbf
 demo: $(VENV)/.installed
 	mkdir -p $(MODELS)
 	test -e $(FOLDER)/config.json || $(BIN)/qconvert smollm2 --to safetensors -o $(FOLDER)
-	test -e $(MODEL) || $(BIN)/qconvert $(FOLDER) --bits 4 -o $(MODEL)
+	test -e $(MODEL) || $(BIN)/qconvert $(FOLDER) --bits 4 --fast -o $(MODEL)
 	$(BIN)/qreport $(MODEL) --reference $(FOLDER) --tokens 1024
 	$(BIN)/qrun $(MODEL) "$(QUESTION)"
 

@@ -102,7 +102,7 @@ def estimated_multiplications(checkpoint: Checkpoint, formats: Mapping[str, Sequ
     body = float(sum(t.size for t in layers))
     head = tensors.get(HEAD) or tensors[EMBEDDING]
     run = seen.size * (body + sum(t.columns**2 / 2 for t in layers) / 2)  # about two matrices share an input
-    probing = probed.size * (len(layers) / 2 * body + len(layers) * 0.75 * head.size)
+    probing = probed.size * (len(layers) / 2 * body + len(layers) * 0.4 * head.size)
     return run + probing + _quantizing(formats, tensors)
 
 

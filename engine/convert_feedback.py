@@ -48,8 +48,8 @@ from .quantize_tensor import TensorQuantizer
 
 LEAST_IMPORTANCE = 1e-6
 """Importance of a column that was never active, by the mean of all: a weight of 0 would let it become anything."""
-_SEARCH, _FEEDBACK = 300.0, 12.0
-"""What quantizing a weight costs, in multiplications of the run: by search, and for each column by error feedback. For times only."""
+_SEARCH, _FEEDBACK, _FEEDBACK_COLUMN = 100.0, 2000.0, 2.75
+"""What quantizing a weight costs, in multiplications of the run: by search; by error feedback, and for each column. For times only."""
 
 Progress = Callable[[str, float, float], None]
 """progress(what, done, total): "kernels" in number, "layers" in multiplications."""
@@ -153,7 +153,7 @@ def estimated_multiplications(checkpoint: Checkpoint, recipe: Recipe, texts: np.
 
 def quantizing_multiplications(tensor: Tensor, feedback: bool) -> float:
     """What quantizing a matrix costs, in multiplications of the run: by error feedback, or by search alone."""
-    return tensor.size * (_SEARCH + (_FEEDBACK * tensor.columns if feedback else 0))
+    return tensor.size * (_FEEDBACK + _FEEDBACK_COLUMN * tensor.columns if feedback else _SEARCH)
 
 
 class _Conversion:

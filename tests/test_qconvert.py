@@ -70,7 +70,7 @@ def large(tmp_path):
 
 def test_table_and_json(tmp_path):
     tiny.write_folder(tmp_path / "m")
-    text = succeed(tmp_path / "m", "--bits", 4, "--fast").stdout
+    text = succeed(tmp_path / "m", "--format", "q4_0", "--fast").stdout
     output = tmp_path / "m.q4_0.hbf"
     assert output.is_file()
     for words in (
@@ -155,7 +155,7 @@ def test_a_lone_file_says_that_it_cannot_run(tmp_path):
     save_file({"w": np.ones((32, 64), np.float32)}, tmp_path / "w.safetensors")
     done = succeed(tmp_path / "w.safetensors")
     assert "note: " in done.stderr and "not run" in done.stderr
-    assert (tmp_path / "w.q4_0.hbf").is_file()
+    assert (tmp_path / "w.int4.hbf").is_file()
 
 
 def test_non_finite_weights(tmp_path):
@@ -188,7 +188,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     with subprocess.Popen([*COMMAND, str(tmp_path / "m"), "--fast", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
         child.stdout.close()
         assert b"Traceback" not in child.stderr.read() and b"error" not in child.stderr.read()
-    assert (tmp_path / "m.q4_0.hbf").is_file()
+    assert (tmp_path / "m.int4.hbf").is_file()
 
 
 @posix

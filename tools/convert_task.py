@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 BITS = 4.75
 """Bits per weight, all tensors and scales counted, of what --bits 4 gives. docs/accuracy.md has the curve that it lies on."""
+RULE = ((r"attn_[kv]\.weight$", "q6_r"),)
+"""What nl4 is mixed with where nothing is measured: keys and values, few weights that cost much in every model we have looked at."""
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -55,12 +57,12 @@ class Task:
 
 def make_task(checkpoint: Checkpoint, wishes: Wishes) -> Task:
     """Raises UsageError for options that do not go together, RecipeError and InputError for what they name."""
+    from ..formats.recipe import Recipe
+
     recipe = read_wishes(checkpoint, wishes)
     goal = _goal(wishes)
     if goal is not None:
         _check_goal(wishes)
-        from ..formats.recipe import Recipe
-
         return Task(Recipe(method="feedback", tensors=recipe.tensors if recipe else ()), "goal", goal, goal_label(wishes))
     if recipe is None:
         return Task(None, "plain", label="dequantized" if wishes.to == "safetensors" else _main_format(checkpoint))
@@ -72,12 +74,20 @@ def make_task(checkpoint: Checkpoint, wishes: Wishes) -> Task:
         return _by_inputs(recipe, wishes)
     if wishes.calibrate is not None:
         return Task(recipe, "inputs", label=recipe.asked)
-    if wishes.fast or recipe.method is not None or not _few_bits(recipe):
+    if recipe.method is not None or not _few_bits(recipe) or _has_lost(checkpoint):
         return Task(recipe, "plain", label=recipe.asked)
-    reason = _why_not(checkpoint, recipe)
-    if reason is not None:
-        return Task(recipe, "plain", label=recipe.asked, notes=[reason] if reason else [])
+    reason = None if wishes.fast else _why_not_run(checkpoint)
+    if wishes.fast or reason is not None:
+        notes = [f"{reason}: quantized without looking at what the weights do"] if reason else []
+        if _free(recipe, wishes):
+            return Task(Recipe(format="nl4", tensors=(*RULE, *recipe.tensors)), "plain", label="int4", notes=notes)
+        return Task(recipe, "plain", label=recipe.asked, notes=notes)
     return _by_inputs(recipe, wishes)
+
+
+def _free(recipe: Recipe, wishes: Wishes) -> bool:
+    """True if nothing but four bits was asked for, and any formats will do."""
+    return recipe.format is None and recipe.bits == 4 and wishes.to == "hbf"
 
 
 def _by_inputs(recipe: Recipe, wishes: Wishes) -> Task:
@@ -86,12 +96,13 @@ def _by_inputs(recipe: Recipe, wishes: Wishes) -> Task:
     from ..formats.recipe import Recipe
     from .calibrated import holds_statistics
 
-    if recipe.format is None and recipe.bits == 4 and wishes.to == "hbf":
+    if _free(recipe, wishes):
         if wishes.calibrate is None or not holds_statistics(wishes.calibrate):
             return Task(Recipe(method="feedback", tensors=recipe.tensors), "goal", Goal(bits_per_weight=BITS), "int4")
-        # Statistics cannot tell what a matrix is worth: a mix that is right for most models.
-        rule = ((r"attn_[kv]\.weight$", "q6_r"),)
-        return Task(Recipe(format="nl4", method="feedback", tensors=(*rule, *recipe.tensors)), "inputs", label="int4")
+        # Statistics cannot tell what a matrix is worth.
+        return Task(Recipe(format="nl4", method="feedback", tensors=(*RULE, *recipe.tensors)), "inputs", label="int4")
+    if wishes.to == "gguf" and recipe.format is None and recipe.bits == 4:
+        recipe = replace(recipe, bits=None, format="iq4_nl")  # as large as q4_0, and far better
     return Task(replace(recipe, method="feedback"), "inputs", label=recipe.asked)
 
 
@@ -103,23 +114,25 @@ def _few_bits(recipe: Recipe) -> bool:
     return form.integers and form.bits_per_weight() < 8
 
 
-def _why_not(checkpoint: Checkpoint, recipe: Recipe) -> str | None:
-    """Why the model cannot or need not be run to quantize it, "" if that needs no words; None if it can."""
-    from ..engine.model import ModelError, architecture
+def _has_lost(checkpoint: Checkpoint) -> bool:
+    """True for a source of fewer than 8 bits: it has lost what error feedback could save, and what it still has is kept."""
     from ..formats.convert import is_quantized
 
+    return any(is_quantized(tensor.format) and tensor.nbytes < tensor.size for tensor in checkpoint.tensors.values())
+
+
+def _why_not_run(checkpoint: Checkpoint) -> str | None:
+    """Why the model cannot be run to quantize it; None if it can."""
+    from ..engine.model import ModelError, architecture
+
     name = checkpoint.path.name
-    if any(is_quantized(tensor.format) and tensor.nbytes < tensor.size for tensor in checkpoint.tensors.values()):
-        return ""  # it has lost what error feedback could save; what is kept of it, and what is made anew, is reported anyway
     if checkpoint.architecture is None:
-        return f"{name} holds weights only, no config.json and tokenizer.json: they are quantized without looking at what they do"
+        return f"{name} holds weights only, no config.json and tokenizer.json"
     try:
         architecture(checkpoint.architecture)
     except ModelError as error:
-        return f"{error}: it is quantized without looking at what it does"
-    if not checkpoint.tokenizer:
-        return f"{name} has no tokenizer, so no text can be run: it is quantized without looking at what it does"
-    return None
+        return str(error)
+    return None if checkpoint.tokenizer else f"{name} has no tokenizer, so no text can be run"
 
 
 def _goal(wishes: Wishes) -> Goal | None:
