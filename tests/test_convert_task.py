@@ -2,6 +2,7 @@
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,9 @@ from halfbyte.tools.convert_task import BITS, Wishes, goal_label, make_task, par
 _spec = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(tiny)
+
+MIXED = Recipe(format="nl4", tensors=((r"attn_[kv]\.weight$", "q6_r"),))
+"""Four bits where nothing is measured."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +73,9 @@ def test_the_default_is_a_mix(task, wishes):
 @pytest.mark.parametrize(
     ("wishes", "way", "recipe", "label"),
     [
-        ({"fast": True}, "plain", Recipe(bits=4), "q4_0"),
+        ({"fast": True}, "plain", MIXED, "int4"),
+        ({"fast": True, "bits": 4, "tensors": ("ffn=q5_r",)}, "plain", replace(MIXED, tensors=(*MIXED.tensors, ("ffn", "q5_r"))), "int4"),
+        ({"fast": True, "bits": 8}, "plain", Recipe(bits=8), "q8_0"),
         ({"fast": True, "format": "nl4"}, "plain", Recipe(format="nl4"), "nl4"),
         ({"method": "search"}, "plain", Recipe(bits=4, method="search"), "q4_0"),
         ({"method": "nearest"}, "plain", Recipe(bits=4, method="nearest"), "q4_0"),
@@ -80,7 +86,10 @@ def test_the_default_is_a_mix(task, wishes):
         ({"bits": 8, "method": "feedback"}, "inputs", Recipe(bits=8, method="feedback"), "q8_0"),
         ({"bits": 16}, "plain", Recipe(bits=16), "f16"),
         ({"format": "f32"}, "plain", Recipe(format="f32"), "f32"),
-        ({"to": "gguf"}, "inputs", Recipe(bits=4, method="feedback"), "q4_0"),
+        ({"to": "gguf"}, "inputs", Recipe(format="iq4_nl", method="feedback"), "iq4_nl"),
+        ({"to": "gguf", "bits": 4}, "inputs", Recipe(format="iq4_nl", method="feedback"), "iq4_nl"),
+        ({"to": "gguf", "format": "q4_0"}, "inputs", Recipe(format="q4_0", method="feedback"), "q4_0"),
+        ({"to": "gguf", "method": "search"}, "plain", Recipe(bits=4, method="search"), "q4_0"),
         ({"to": "gguf", "format": "iq4_nl"}, "inputs", Recipe(format="iq4_nl", method="feedback"), "iq4_nl"),
         ({"to": "gguf", "fast": True}, "plain", Recipe(bits=4), "q4_0"),
         ({"to": "safetensors"}, "plain", None, "dequantized"),
@@ -151,6 +160,7 @@ def test_sources_that_cannot_be_run_fall_back_with_a_note(root, tmp_path, wishes
         with open_checkpoint(tmp_path / name) as checkpoint:
             found = make_task(checkpoint, Wishes(**wishes))
             assert found.way == "plain" and found.recipe.method is None and found.goal is None
+            assert found.label == {"{}": "int4", "{'format': 'nl4'}": "nl4", "{'to': 'gguf'}": "q4_0"}[str(wishes)]
             assert len(found.notes) == 1 and name in found.notes[0] and words in found.notes[0]
             assert "without looking at what" in found.notes[0]
             assert make_task(checkpoint, Wishes(fast=True)).notes == []
