@@ -196,6 +196,28 @@ def atomic_folder(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> Iterato
             os.close(lock)
 
 
+@contextmanager
+def waiting_folder(path: PathLike) -> Iterator[Path]:
+    """A folder beside `path` for what is made on the way to it, which goes when the block ends; that of a process that was killed outright
+    goes at the next run for the same target. Raises OutputError.
+    """
+    target = _target(path, ())
+    _remove_leftovers(target)
+    temporary, lock = _temporary(target), None
+    try:
+        with sigterm_raises():
+            try:
+                temporary.mkdir()
+            except OSError as error:
+                raise OutputError(path, f"cannot be made: {error.strerror or error}") from None
+            lock = _lock_folder(temporary)
+            yield temporary
+    finally:
+        _remove(temporary)
+        if lock is not None:
+            os.close(lock)
+
+
 def check_output(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> None:
     """Raises OutputError for an output whose folder is not there, or that is one of the inputs."""
     _target(path, inputs)

@@ -172,7 +172,7 @@ except OutputError as error:
 CHILD = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests may ignore it
-from halfbyte.formats.atomic import atomic_file, atomic_folder
+from halfbyte.formats.atomic import atomic_file, atomic_folder, waiting_folder
 with {call}({path!r}) as out:
     (out / "x").write_text("x") if hasattr(out, "joinpath") else out.write(b"partial")
     print("ready", flush=True)
@@ -219,6 +219,38 @@ def test_what_a_killed_run_leaves_is_removed_by_the_next_and_a_living_one_is_let
     alive.terminate()
     alive.communicate()
     assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".out.other."))[:2] == [".out.halfbyte-tmp", "out"]
+
+
+def test_a_waiting_folder_goes_and_stays_while_its_target_is_written(tmp_path):
+    target = tmp_path / "out"
+    with atomic.waiting_folder(target) as folder:
+        assert folder.parent == tmp_path and folder.name.startswith(".out.") and not any(folder.iterdir())
+        (folder / "first").write_bytes(b"x")
+        with atomic_file(target) as file:  # it looks for leftovers, of which this is none
+            file.write(b"whole")
+        assert (folder / "first").read_bytes() == b"x"
+    assert list(tmp_path.iterdir()) == [target]
+    with pytest.raises(KeyboardInterrupt), atomic.waiting_folder(target) as folder:
+        (folder / "first").write_bytes(b"x")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == [target]
+    with pytest.raises(OutputError, match="no folder"), atomic.waiting_folder(tmp_path / "none" / "out"):
+        pass
+
+
+@posix
+@pytest.mark.parametrize("next_one", ["waiting_folder", "atomic_file"])
+def test_a_waiting_folder_of_a_killed_run_is_removed_by_the_next(tmp_path, next_one):
+    target = tmp_path / "out"
+    killed, alive = start("waiting_folder", target), start("waiting_folder", target)
+    killed.kill()
+    killed.communicate()
+    assert len(list(tmp_path.iterdir())) == 2
+    with getattr(atomic, next_one)(target):
+        assert len(list(tmp_path.iterdir())) == 2  # that of the living one, and its own
+    alive.terminate()
+    alive.communicate()
+    assert [p.name for p in tmp_path.iterdir()] == (["out"] if next_one == "atomic_file" else [])
 
 
 @posix

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,14 +146,10 @@ def convert_mixed(
 @contextmanager
 def waiting_file(target: Path) -> Iterator[Path]:
     """A path beside the target for a .hbf file that is written on the way to another kind; gone when the block ends."""
-    from ..formats.atomic import sigterm_raises
-    from ..formats.errors import OutputError
+    from ..formats.atomic import waiting_folder
 
-    try:
-        with sigterm_raises(), tempfile.TemporaryDirectory(prefix=".halfbyte-", dir=target.absolute().parent) as folder:
-            yield Path(folder) / (target.name + ".hbf")
-    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise OutputError(target, f"cannot be written: {error.strerror}") from None
+    with waiting_folder(target) as folder:
+        yield folder / f"{target.name[:60]}.hbf"
 
 
 def _announce(multiplications: float, threads: int | None) -> None:
