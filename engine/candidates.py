@@ -143,9 +143,6 @@ class _Pass:
         if EMBEDDING in self._formats:
             self._embedding()
         calibration.run(self._consume, lambda each: any(name in self._formats for name in each.names))
-        self._pass_sections(None)
-        if not self._divergences:
-            self._divergences = self._probes.head()
         self._price()
         return {name: self._found[name] for name in self._formats if name in self._found}
 

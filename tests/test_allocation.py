@@ -106,6 +106,13 @@ def test_what_is_left_goes_to_smaller_steps():
     assert (chosen["big"].format, chosen["small"].format) == ("x", "y")
 
 
+def test_a_step_that_does_not_fit_is_not_jumped_over():
+    steps = [Option("x", 10, 100.0), Option("y", 50, 20.0), Option("z", 55, 12.0)]
+    options = {"a": steps, "b": [Option("x", 10, 4.0), Option("y", 22, 0.0)]}
+    chosen = allocate(options, 35)  # the step from y to z would fit
+    assert (chosen["a"].format, chosen["b"].format) == ("x", "y")
+
+
 def test_cheaper_and_better_beats_larger():
     options = {"a": [Option("x", 10, 5.0), Option("worse", 30, 6.0), Option("same size", 10, 4.0)]}
     assert [o.format for o in hull(options["a"])] == ["same size"]

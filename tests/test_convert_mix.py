@@ -11,14 +11,19 @@ import pytest
 from halfbyte.engine import convert_mix
 from halfbyte.engine.candidates import estimated_multiplications, make_candidates, split_texts
 from halfbyte.engine.convert_mix import LADDER, Goal, candidate_formats, convert_to_goal, rounded_up
+from halfbyte.engine.quantize_tensor import TensorQuantizer
 from halfbyte.engine.report import make_report
+from halfbyte.engine.sensitivity import measure_sensitivities
 from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.convert import convert
 from halfbyte.formats.errors import OutputError
 from halfbyte.formats.native import NativeFile
 from halfbyte.formats.recipe import Recipe, RecipeError, patterns
+from halfbyte.formats.tensor import ArrayTensor
 from halfbyte.formats.tile_store import TileStore
+from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import NonFiniteError
+from halfbyte.quant.methods import Inputs
 
 _spec = importlib.util.spec_from_file_location("halfbyte_test_tiny", Path(__file__).with_name("tiny.py"))
 tiny = importlib.util.module_from_spec(_spec)
@@ -188,6 +193,13 @@ def test_no_size_is_refused_with_a_surprise(tmp_path, folder, quick):
     assert found[-1] > found[0]
 
 
+def test_a_longer_head_is_counted(tmp_path, folder, quick):
+    """The recipe of a plan is in the file, too: wherever the end of a page lies, the size is not passed."""
+    for more in range(0, 4096, 256):
+        mix(folder, tmp_path / "a.hbf", Goal(nbytes=160_000), provenance={"text": "x" * more})
+        assert 0.95 * 160_000 < (tmp_path / "a.hbf").stat().st_size <= 160_000, more
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -251,6 +263,29 @@ def test_what_is_written_is_what_was_measured(tmp_path, folder):
                 assert each.costs[each.format] == same.cost
                 probe = candidates.by_name[each.name][0]
                 assert same.loss <= probe.loss and same.cost <= probe.cost
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_costs_are_what_single_matrices_cost(tmp_path, tied):
+    """In the format that is probed, the divergence that measure_sensitivities finds for the same weights and tokens; in others, as much
+    less as the error of the outputs is less, which is about what is measured too."""
+    write(tmp_path / "m", tied)
+    with open_checkpoint(tmp_path / "m") as reference:
+        _, probed = split_texts(reference, TEXTS)
+        plans = {}
+        for form in ("nl4", "q6_r"):
+            everywhere = mix(tmp_path / "m", tmp_path / f"{form}.hbf", Goal(bits_per_weight=9.0), Recipe(tensors=((".", form),)))
+            with open_checkpoint(tmp_path / f"{form}.hbf") as model:
+                found = measure_sensitivities(reference, model, probed, threads=1)
+            assert list(found) == [p.name for p in everywhere.planned]
+            for each in everywhere.planned:
+                both = tied and each.name == "token_embd.weight"  # as input and as head one by one: errors of the same rows
+                assert each.costs[form] == pytest.approx(found[each.name], rel=0.5 if both else 1e-5), (each.name, form)
+            plans[form] = found
+        ladder = mix(tmp_path / "m", tmp_path / "a.hbf", Goal(bits_per_weight=5.0))
+        for each in ladder.planned:
+            assert each.costs["nl4"] == pytest.approx(plans["nl4"][each.name], rel=0.5), each.name
+            assert each.costs["q6_r"] == pytest.approx(plans["q6_r"][each.name], rel=0.6), each.name
 
 
 def test_formats_that_were_given_are_kept(tmp_path, folder):
@@ -318,6 +353,26 @@ def test_a_matrix_of_zeros_costs_nothing(tmp_path):
     up = next(p for p in result.planned if p.name == "blk.1.ffn_up.weight")
     assert up.format == "nl4" and set(up.costs.values()) == {0.0}
     assert all(np.isfinite(list(p.costs.values())).all() for p in result.planned)
+
+
+def test_the_loss_is_the_error_of_the_outputs(monkeypatch):
+    """d H dᵀ of what was written, over all runs of rows, for any number of threads."""
+    monkeypatch.setattr("halfbyte.formats.stream.CHUNK", 16 * 64)
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((500, 64)) * rng.uniform(0.2, 3.0, 64)
+    gram, weights = (inputs.T @ inputs).astype(np.float32), rng.standard_normal((200, 64)).astype(np.float32)
+    for form in ("nl4", "q6_r"):
+        found = []
+        for threads in (1, 2):
+            known = Inputs(gram=gram)
+            quantizer = TensorQuantizer(ArrayTensor("x", weights), form, known, "feedback", threads=threads)
+            tiles = np.concatenate(list(quantizer.pieces()))
+            error = get_format(form).decode(get_format(form).untile(tiles, 200, 64), 64).astype(np.float64) - weights
+            damped = gram + known.damping * np.diag(gram).mean() * np.eye(64)
+            assert quantizer.loss == pytest.approx(np.einsum("ij,jk,ik->", error, damped, error), rel=1e-3)
+            assert quantizer.measure.error == pytest.approx((error**2).sum(), rel=1e-4) and quantizer.method == "feedback"
+            found.append((quantizer.loss, tiles.tobytes()))
+        assert found[0] == found[1]
 
 
 # ---- on the way ------------------------------------------------------------------------------------------------------
