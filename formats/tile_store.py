@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class TilesTensor(Tensor):
         form = get_format(self.format)
         start, stop, _ = (slice(None) if rows is None else rows).indices(self.rows)
         group, first = form.tiles_nbytes(ROWS, self.columns), start // ROWS
-        part = self._tiles[first * group : -(-stop // ROWS) * group]
+        part = self.tiles()[first * group : -(-stop // ROWS) * group]
         count = min(self.rows, -(-stop // ROWS) * ROWS) - first * ROWS
         return form.untile(part, count, self.columns)[start - first * ROWS : stop - first * ROWS]
 
@@ -58,15 +58,22 @@ class TilesTensor(Tensor):
 
 
 class _StoredTensor(TilesTensor):
-    """Tiles that are mapped from the store."""
+    """Tiles in the store. They are mapped while they are used: a mapping holds an open file, of which a process has some hundreds."""
 
-    def __init__(self, mapping: mmap.mmap, name: str, shape: tuple[int, ...], format: str, nbytes: int, recorded: dict[str, Any]):
-        super().__init__(name, shape, format, np.frombuffer(mapping, np.uint8, nbytes), recorded)
-        self._mapping = mapping
+    def __init__(self, file: IO[bytes], start: int, nbytes: int, name: str, shape: tuple[int, ...], format: str, recorded: dict[str, Any]):
+        super().__init__(name, shape, format, np.empty(0, np.uint8), recorded)
+        self._file, self._start, self.nbytes = file, start, nbytes
+        self._mapped = False
+
+    def tiles(self) -> np.ndarray:
+        if not self._mapped:
+            mapping = mmap.mmap(self._file.fileno(), max(self.nbytes, 1), access=mmap.ACCESS_READ, offset=self._start)
+            self._tiles, self._mapped = np.frombuffer(mapping, np.uint8, self.nbytes), True
+        return self._tiles
 
     def release(self, rows: RowSlice = None) -> None:
-        if rows is None and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED)  # read-only pages of a file: they come back when they are read again
+        if rows is None:  # what has been handed out stays mapped
+            self._tiles, self._mapped = np.empty(0, np.uint8), False
 
 
 class TileStore:
@@ -83,7 +90,7 @@ class TileStore:
     def put(self, name: str, shape: tuple[int, ...], format: str, pieces: Iterable[np.ndarray], recorded: dict[str, Any]) -> TilesTensor:
         """Stores a matrix, uint8 pieces that follow each other. `recorded` may be filled while the pieces are made.
 
-        The tensor is valid as long as it is held. Raises OutputError if the disk is full, and what making the pieces raises.
+        The tensor can be read as long as the store is open; what it has given stays valid. Raises OutputError if the disk is full, and what making the pieces raises.
         """
         start, nbytes = self._end, 0
         try:
@@ -99,11 +106,10 @@ class TileStore:
                     self._folder, f"is full: the candidates of {name} need {start + nbytes} bytes of temporary space there; free some"
                 ) from None
             raise OutputError(self._folder, f"cannot be written to: {error.strerror}") from None
-        mapping = mmap.mmap(self._file.fileno(), max(nbytes, 1), access=mmap.ACCESS_READ, offset=start)
-        return _StoredTensor(mapping, name, shape, format, nbytes, recorded)
+        return _StoredTensor(self._file, start, nbytes, name, shape, format, recorded)
 
     def close(self) -> None:
-        """The file is gone when no tensor of it is held any more."""
+        """The file is gone when nothing that was read from it is held any more."""
         with suppress(OSError):  # what a full disk has kept in the buffer is not missed
             self._file.close()
 

@@ -162,6 +162,25 @@ def test_a_limit_on_files_is_an_output_error(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@posix
+def test_more_matrices_than_a_process_may_have_files_open(tmp_path):
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    count = len(os.listdir("/dev/fd")) + 16
+    tiles = encode(get_format("q4_0"), matrix(16, 32), "tiles").data
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+    try:
+        with TileStore(tmp_path) as store:
+            stored = [store.put(f"x{i}", (16, 32), "q4_0", [np.full_like(tiles, i % 251)], {}) for i in range(3 * count)]
+            for _ in range(2):
+                for i, tensor in enumerate(stored):
+                    assert tensor.tiles()[0] == i % 251
+                    tensor.release()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(OutputError, match="cannot hold a temporary file") as caught:
         TileStore(tmp_path / "nowhere")
