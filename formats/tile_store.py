@@ -90,7 +90,8 @@ class TileStore:
     def put(self, name: str, shape: tuple[int, ...], format: str, pieces: Iterable[np.ndarray], recorded: dict[str, Any]) -> TilesTensor:
         """Stores a matrix, uint8 pieces that follow each other. `recorded` may be filled while the pieces are made.
 
-        The tensor can be read as long as the store is open; what it has given stays valid. Raises OutputError if the disk is full, and what making the pieces raises.
+        The tensor can be read as long as the store is open; what it has given stays valid. Raises OutputError if the disk is full, and
+        what making the pieces raises.
         """
         start, nbytes = self._end, 0
         try:
