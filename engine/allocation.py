@@ -1,8 +1,9 @@
 """Bits by tensor: which format each matrix gets, so that the sum of what they cost the predictions is least for the bytes they take.
 
-Costs add up (sensitivity.py), so for a price of a byte each matrix can choose for itself: the format with the least cost + price * bytes.
-Raising the price makes the file smaller; bisection finds the one that just fits (Everett 1963, generalized Lagrange multipliers). That
-leaves less room than the largest step of a single matrix, which is then filled up by the best of the steps that still fit.
+Costs add up (sensitivity.py), so for a price of a byte each matrix can choose for itself: the format with the least cost + price * bytes
+(Everett 1963, generalized Lagrange multipliers). As the price falls, matrices go up the lower convex hulls of their options step by step,
+in the order of what a step saves per byte, until one does not fit. What is left then is less than that step takes, and is filled by the
+best of the steps that still fit.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def largest(options: Options) -> int:
 def allocate(options: Options, nbytes: int) -> dict[str, Option]:
     """The choice with the least summed cost that takes at most so many bytes, in the order of the options.
 
-    It is the best of all choices but for the last few steps (see above). Raises ValueError if even the smallest is larger.
+    None costs less by more than one step saves, the first that does not fit. Raises ValueError if even the smallest is larger.
     """
     if smallest(options) > nbytes:
         raise ValueError(f"the smallest choice takes {smallest(options)} bytes, not {nbytes}")
@@ -78,6 +79,8 @@ def allocate(options: Options, nbytes: int) -> dict[str, Option]:
 
 def allocate_cost(options: Options, cost: float) -> dict[str, Option]:
     """The choice of the fewest bytes whose summed cost is at most `cost`; the one with the least cost if there is none."""
+    # Bisection, because with more bytes the cost never rises: the first step that fits only then saves more per byte, and takes more bytes,
+    # than all that has stood in its place.
     low, high = smallest(options), largest(options)
     while low < high:
         middle = (low + high) // 2

@@ -1,9 +1,9 @@
 """Candidates: every matrix of a model in several formats, with what each of them would cost the model's predictions.
 
 One pass over the model. A calibration (calibrate.py) hands over what a layer's matrices read; each matrix is quantized by error feedback in
-every format, and the tiles wait on disk. In the smallest format, the probe, the matrix goes into a short text that is run beside
-(sensitivity.py), and what the predictions lose is measured. In the other formats it loses as much less as its expected squared
-output error d H dᵀ is less.
+every format, and the tiles wait on disk. In the first format, the probe, it takes the matrix's place in a run over a short text
+(sensitivity.py), and what the predictions lose is measured. In the other formats they lose as much less as the expected squared output
+error d H dᵀ is less.
 
 An embedding is probed as what it is at the input, by the squared error of its weights; one that is also the head is probed again there.
 """
@@ -40,9 +40,10 @@ Progress = Callable[[str, float, float], None]
 class Candidate:
     """A matrix in one format.
 
-    loss      expected squared error: d H dᵀ over all rows, or the squared error of the weights where H is not known
-    cost      what it costs the predictions: KL divergence, nats per token, when all else is unchanged
-    replaced  weights that were not finite
+    loss          expected squared error: d H dᵀ over all rows, or the squared error of the weights where H is not known
+    weight_error  squared error of the weights
+    replaced      weights that were not finite
+    cost          what it costs the predictions: KL divergence, nats per token, when all else is unchanged
     """
 
     tensor: TilesTensor
@@ -54,7 +55,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What `make_candidates` has found. by_name: for each matrix its candidates, the probe first; tokens: that were probed with."""
+    """What `make_candidates` has found. by_name: for each matrix its candidates, the probe first; tokens: how many were probed with."""
 
     by_name: dict[str, list[Candidate]]
     tokens: int
