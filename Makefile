@@ -1,4 +1,4 @@
-# The two commands of the README. Everything lands in .venv and in the cache folder of the user; nothing else is touched.
+# The two commands of the README. Everything lands in .venv, in models and in the cache folder of the user; nothing else is touched.
 #
 #   make demo    a clean clone to a converted, reported and answering model (quickly converted: without --fast, two minutes more)
 #   make test    all tests

@@ -1,8 +1,9 @@
 """Finds, or makes, the real models of the slow tests.
 
-They look for models under HALFBYTE_MODELS, by default ~/.cache/halfbyte-models, and skip what is not there. Where the demo model is not
-there either, it is laid out here as users have it (a GGUF file and a Hugging Face folder): if `make demo` has fetched it, or in CI, which
-fetches it. So `make test` after `make demo` runs the slow tests too, and a plain run of the tests never needs the network.
+They look for models under HALFBYTE_MODELS, by default ~/.cache/halfbyte-models, and for llama.cpp's programs in build/bin under
+HALFBYTE_PEER, by default ~/.cache/halfbyte-peer, and skip what is not there. Where the demo model is not there either, it is laid out
+here as users have it (a GGUF file and a Hugging Face folder): if `make demo` has fetched it, or in CI, which fetches it. So `make test`
+after `make demo` runs the slow tests too, and a plain run of the tests never needs the network.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The same file in llama.cpp and here: the likeliest tokens and their log-probabilities along a text.
 
-Needs a llama-server ($LLAMA_CPP_BIN is its folder) and the models under $HALFBYTE_MODELS. Everything stays on the loopback address.
+Needs a llama-server (built in $HALFBYTE_PEER/build/bin) and the models under $HALFBYTE_MODELS. Everything stays on the loopback address.
 """
 
 import json
@@ -21,7 +21,7 @@ from halfbyte import Engine
 pytestmark = pytest.mark.slow
 
 MODELS = Path(os.environ.get("HALFBYTE_MODELS", Path.home() / ".cache" / "halfbyte-models"))
-BIN = Path(os.environ.get("LLAMA_CPP_BIN", Path.home() / ".cache" / "halfbyte-peer" / "build" / "bin"))
+BIN = Path(os.environ.get("HALFBYTE_PEER", Path.home() / ".cache" / "halfbyte-peer")) / "build" / "bin"
 TOKENS, TOP = 200, 20
 TEXT = """The river that runs through the old town was once its only road. Barges brought salt and timber from the hills, and
 went home with cloth, paper and letters. In the winter of 1783 it froze from bank to bank, and for six weeks a market stood on the ice:
@@ -40,7 +40,7 @@ def llama_server(model):
     """The address of a server that runs this model; it ends with the block."""
     binary = BIN / ("llama-server.exe" if os.name == "nt" else "llama-server")
     if not binary.exists():
-        pytest.skip(f"needs llama.cpp's llama-server in {BIN} (LLAMA_CPP_BIN)")
+        pytest.skip(f"needs llama.cpp's llama-server in {BIN} (HALFBYTE_PEER)")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -127,7 +127,7 @@ def test_with_float_activations_the_two_agree(tmp_path):
     """llama.cpp runs the same weights, dequantized by it, in float32: what is left is the f16 of its KV cache."""
     model, quantize = needed(SMOL), BIN / "llama-quantize"
     if not quantize.exists():
-        pytest.skip(f"needs llama.cpp's llama-quantize in {BIN} (LLAMA_CPP_BIN)")
+        pytest.skip(f"needs llama.cpp's llama-quantize in {BIN} (HALFBYTE_PEER)")
     wide = tmp_path / "f32.gguf"
     subprocess.run([quantize, "--allow-requantize", model, wide, "F32"], check=True, capture_output=True)
     ids, exact = log_probabilities(model, compute="f32")
