@@ -15,19 +15,14 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-from .console import UsageError, run, safe_text
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (qbench --help shows the options)")
+from .command_line import Parser, check_ranges
+from .console import run, safe_text
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line of qbench."""
-    parser = _Parser(
+    parser = Parser(
         prog="qbench",
         description="Measure prefill and decode speed of a model, and the speed of memory beside it.",
         epilog="examples: qbench model.hbf | qbench model.hbf -p 0 -n 64 -t 1 | qbench model.gguf --json",
@@ -51,9 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
-    for option, least in (("prompt", 0), ("tokens", 0), ("repetitions", 1)):
-        if not least <= getattr(arguments, option) <= 1 << 20:
-            raise UsageError(f"--{option} must be between {least} and {1 << 20}, not {getattr(arguments, option)}")
+    check_ranges(arguments, (("prompt", 0, 1 << 20), ("tokens", 0, 1 << 20), ("repetitions", 1, 1 << 20)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ..engine.benchmark import benchmark
     from ..engine.engine import Engine

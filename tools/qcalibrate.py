@@ -16,9 +16,10 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from .console import UsageError, run
+from .command_line import Parser, check_ranges
+from .console import run
 
 if TYPE_CHECKING:
     from ..engine.calibrate import InputStatistics
@@ -27,14 +28,9 @@ if TYPE_CHECKING:
 _MOST_TOKENS = 1 << 26
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (qcalibrate --help shows the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of qcalibrate."""
-    parser = _Parser(
+    parser = Parser(
         prog="qcalibrate",
         description="Run a model over a text and keep what the inputs of its matrices are like, for quantizing it well.",
         epilog="examples: qcalibrate model/ | qcalibrate model/ --text my.txt --tokens 50000 -o my.calibration.safetensors",
@@ -59,10 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
-    for option, least, most in (("tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512)):
-        value = getattr(arguments, option)
-        if value is not None and not least <= value <= most:
-            raise UsageError(f"--{option} must be between {least} and {most}, not {value}")
+    check_ranges(arguments, (("tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ..formats.checkpoint import open_checkpoint
     from ..formats.sources import resolve_source

@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from .command_line import Parser, check_ranges
 from .console import UsageError, run
 from .qrun import SAMPLING
 
@@ -37,14 +38,9 @@ _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed")
 one that is chosen, and agreement would not mean what it says."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (qcompare --help shows the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of qcompare."""
-    parser = _Parser(
+    parser = Parser(
         prog="qcompare",
         description="Let several models answer the same prompts and show the answers side by side: where they part, how fast they are, "
         "and how far each agrees with the first.",
@@ -79,10 +75,7 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_intermixed_args(argv)  # models may stand between options
     if len(arguments.models) < 2:
         raise UsageError("give two models or more: the first is what the others are compared with (qcompare --help shows the options)")
-    for option, most in (("max_tokens", 1 << 20), ("threads", 512)):
-        value = getattr(arguments, option)
-        if value is not None and not 1 <= value <= most:
-            raise UsageError(f"--{option.replace('_', '-')} must be between 1 and {most}, not {value}")
+    check_ranges(arguments, (("max_tokens", 1, 1 << 20), ("threads", 1, 512)))
     if arguments.raw and arguments.system is not None:
         raise UsageError("--system needs the chat template that --raw turns off")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from .command_line import Parser, check_ranges
 from .console import UsageError, run
 from .stages import Rate, stages, token_rate
 from .text_file import read_text
@@ -41,14 +42,9 @@ SENSITIVITY_TOKENS, SENSITIVITY_CHUNK = 1024, 256
 _MOST_TOKENS = 1 << 26
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (qreport --help shows the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of qreport."""
-    parser = _Parser(
+    parser = Parser(
         prog="qreport",
         description="Compare quantized models with their reference: tensor by tensor, layer by layer, token by token.",
         epilog="examples: qreport model.hbf --reference model/ | qreport a.hbf b.gguf --reference model/ --tokens 10240 --html report.html",
@@ -127,10 +123,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """What was typed, checked. Raises UsageError."""
     arguments = parser().parse_intermixed_args(argv)  # models may stand before and after options
     limits = (("tokens", 1, _MOST_TOKENS), ("sensitivity_tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512))
-    for option, least, most in limits:
-        value = getattr(arguments, option)
-        if value is not None and not least <= value <= most:
-            raise UsageError(f"--{option.replace('_', '-')} must be between {least} and {most}, not {value}")
+    check_ranges(arguments, limits)
     for option in ("text", "sensitivity", "speed"):
         if arguments.tensors_only and getattr(arguments, option):
             raise UsageError(f"--{option} and --tensors-only: give one of them")

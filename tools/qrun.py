@@ -15,8 +15,9 @@ import gc
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from .command_line import Parser
 from .console import UsageError, run, safe_text
 
 if TYPE_CHECKING:
@@ -25,11 +26,6 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..engine.generation import GenerationState, Piece, TokenLogprob
     from ..engine.sampler import SamplingParams
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (qrun --help shows the options)")
 
 
 def _whole(least: int) -> Any:
@@ -85,7 +81,7 @@ SAMPLING = (
 
 def parser() -> argparse.ArgumentParser:
     """The command line of qrun, the only place where its options are defined."""
-    parser = _Parser(
+    parser = Parser(
         prog="qrun",
         description="Let a model answer a prompt, or chat with it when there is none.",
         epilog="MODEL is a .hbf or .gguf file, a folder with safetensors, a name on the Hugging Face hub, or smollm2 (a small "
