@@ -3,7 +3,7 @@
 1. A tensor of one dimension (norms, biases, rotary factors) stays float32, and never passes through a narrower type.
 2. A matrix of fewer than 32 columns stays float32: one block per row would be mostly padding.
 3. A matrix that the source already holds in an accepted format is kept bit for bit. Accepted is the format asked for; if only a
-   number of bits was asked for, every integer format of that many bits; for embedding and head, also what rule 4 gives, and q8_0.
+   number of bits was asked for, every format whose codes have that many bits; for embedding and head, also what rule 4 gives, and q8_0.
 4. The embedding and the head get at least six bits: a format asked for that has fewer becomes q6_0 (q6_r if its rows have a scale of
    their own, too). Every prediction passes through the head, and rare tokens depend on their one row of the embedding.
 5. 16 bits means bf16 for weights that are bf16 in the source, f16 for others; a tensor with weights beyond f16's range (65504)
@@ -28,7 +28,7 @@ from .errors import printable
 from .tensor import Tensor, block_format
 
 BITS = {4: "q4_0", 8: "q8_0", 16: "f16"}
-_SAME_BITS = {4: ("q4_0", "q4_1"), 8: ("q8_0",), 16: ("f16", "bf16")}
+_SAME_BITS = {4: ("q4_0", "q4_1", "iq4_nl", "nl4", "nl4_16"), 8: ("q8_0",), 16: ("f16", "bf16")}
 METHODS = ("nearest", "search", "feedback")
 _TOP, _TOP_BY_ROW = "q6_0", "q6_r"
 _TOP_BITS = 6.0

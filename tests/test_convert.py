@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -142,6 +143,15 @@ def test_four_bits_of_another_kind_are_kept_unless_a_format_is_asked_for(tmp_pat
     result = to_hbf(tmp_path / "m.gguf", tmp_path / "b.hbf", None, "q4_0")
     assert {t.format for t in result.tensors if t.name.startswith("blk") and len(t.shape) == 2} == {"q4_0"}
     assert any("quantized already (q4_1)" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("format", ["iq4_nl", "nl4", "nl4_16"])
+def test_four_bits_of_uneven_levels_are_kept_like_others(tmp_path, format):
+    tiny.write_folder(tmp_path / "m")
+    to_hbf(tmp_path / "m", tmp_path / "a.hbf", None, format)
+    result = to_hbf(tmp_path / "a.hbf", tmp_path / "b.hbf", 4)
+    assert {t.format for t in result.tensors if t.name.startswith("blk") and len(t.shape) == 2} == {format}
+    assert all(t.kept for t in result.tensors) and not any("quantized already" in note for note in result.notes)
 
 
 def test_what_was_measured_stays_with_kept_blocks(tmp_path):
@@ -456,11 +466,11 @@ def test_chunks_cover_a_tensor(tmp_path, monkeypatch):
     assert all(np.array_equal(a, b) for a, b in zip(whole, cut, strict=True))
 
 
-PEER = Path.home() / ".cache" / "halfbyte-peer" / "build" / "bin" / "llama-completion"
+PEER = Path(os.environ.get("HALFBYTE_PEER", Path.home() / ".cache" / "halfbyte-peer")) / "build" / "bin" / "llama-completion"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not PEER.exists(), reason="llama.cpp is not built")
+@pytest.mark.skipif(not PEER.exists(), reason=f"needs llama.cpp's {PEER} (HALFBYTE_PEER)")
 @pytest.mark.parametrize("bits", [4, 8, 16])
 @pytest.mark.parametrize(
     "config",
