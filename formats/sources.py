@@ -11,7 +11,9 @@ from .errors import InputError, printable, some
 
 DEMO = "smollm2"
 _ENDINGS = (".hbf", ".gguf", ".safetensors")
-_FORMAT_IN_NAME = re.compile(r"[._-](b?f16|f32|fp16|fp32|i?q\d(_[a-z0-9]+)*|int[48]|\d+(\.\d+)?(MB|bpw)|kl\d+(\.\d+)?)$", re.IGNORECASE)
+_FORMAT_IN_NAME = re.compile(
+    r"[._-](b?f16|f32|fp16|fp32|i?q\d(_[a-z0-9]+)*|nl\d(_\d+)?|int[48]|\d+(\.\d+)?(MB|bpw)|kl\d+(\.\d+)?)$", re.IGNORECASE
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
