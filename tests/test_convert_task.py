@@ -300,6 +300,8 @@ def test_what_text_is_run_and_what_the_file_says_of_it(root):
         assert about["text"] == "text.txt" and about["blend"] == f"{BLEND:g}" and len(texts) == 10
         _, _, alone = Text(str(root / "text.txt"), 1280, 0.0).read(checkpoint)
         assert "blend" not in alone and alone["text_sha256"] == about["text_sha256"] and alone["tokens_sha256"] != about["tokens_sha256"]
+        with pytest.raises(UsageError, match="--blend: the text is the built-in one already"):
+            Text(None, 1280, 0.5).read(checkpoint)
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

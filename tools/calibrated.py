@@ -26,8 +26,8 @@ _SHORT = 20.0
 
 @dataclass(frozen=True)
 class Text:
-    """Which text a model is run on. source: a file, "-" for stdin, None for the built-in text; tokens: of it, or None for the default;
-    blend: share of the built-in text among them, where the source is another.
+    """Which text a model is run on. source: a file, "-" for stdin, None for the built-in text; tokens: in all, or None for the default;
+    blend: share of the built-in text among them, None for the default where the source is another.
     """
 
     source: str | None = None
@@ -35,10 +35,15 @@ class Text:
     blend: float | None = None
 
     def read(self, checkpoint: Checkpoint) -> tuple[np.ndarray, list[str], dict[str, str]]:
-        """(int64[chunks, chunk] ids, what to tell the user, what the file is to say about the text)."""
+        """(int64[chunks, chunk] ids, what to tell the user, what the file is to say about the text).
+
+        Raises UsageError for a share of the built-in text in itself, InputError, and as engine.calibration_text.
+        """
         from ..engine.calibration_text import BLEND, TOKENS, blended_tokens, built_in_text, calibration_tokens
         from .text_file import read_text, text_name
 
+        if self.source is None and self.blend is not None:
+            raise UsageError("--blend: the text is the built-in one already; give yours with --calibrate")
         wanted = self.tokens or TOKENS
         share = 0.0 if self.source is None else BLEND if self.blend is None else self.blend
         text = built_in_text() if self.source is None else read_text(self.source, wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from .console import UsageError
 
@@ -49,7 +49,7 @@ class Task:
     """
 
     recipe: Recipe | None
-    way: str
+    way: Literal["plain", "inputs", "goal"]
     goal: Goal | None = None
     label: str = ""
     notes: list[str] = field(default_factory=list)

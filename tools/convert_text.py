@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .report_text import kind_of
+from .report_sensitivity import kind_of
 
 if TYPE_CHECKING:
     from ..engine.convert_mix import MixResult
@@ -56,9 +56,10 @@ def print_result(result: ConversionResult, source: Path, seconds: float, mix: Mi
 
 def _print_plan(mix: MixResult) -> None:
     """Which matrices got which format, and what that costs."""
+    from ..quant.block import get_format
     from .display import table
 
-    formats = sorted({form for each in mix.planned for form in each.nbytes}, key=lambda form: _bits(mix, form))
+    formats = sorted({form for each in mix.planned for form in each.nbytes}, key=lambda form: get_format(form).bits_per_weight())
     kinds: dict[str, list[Any]] = {}
     for each in mix.planned:
         kinds.setdefault(kind_of(each.name), []).append(each)
@@ -71,12 +72,6 @@ def _print_plan(mix: MixResult) -> None:
     table(("matrices", *formats, "KL", "most by one"), rows, right=range(1, len(formats) + 2))
     measured = "" if mix.measured is None else f"; measured, with int8 activations: {mix.measured:.5f}"
     print(f"expected of all weights: {mix.predicted:.4f} nats per token{measured}")
-
-
-def _bits(mix: MixResult, form: str) -> float:
-    """Bytes of the matrices that may get a format, by their weights' number, for an order from small to large."""
-    sizes = [each.nbytes[form] / max(each.nbytes.values()) for each in mix.planned if form in each.nbytes]
-    return sum(sizes) / len(sizes)
 
 
 def _most(members: list[Any]) -> str:

@@ -66,7 +66,7 @@ def qconvert(
         ),
     ],
     output: Annotated[Optional[Path], typer.Option("-o", "--output", metavar="OUT", help="default: beside the source")] = None,  # noqa: UP045
-    bits: Annotated[Optional[int], typer.Option(metavar="4|8|16", help="bits (default 4: a mix, of 4.75 in all)")] = None,  # noqa: UP045
+    bits: Annotated[Optional[int], typer.Option(metavar="4|8|16", help="bits (default 4: a mix of formats, 4.75 in all)")] = None,  # noqa: UP045
     format: Annotated[Optional[str], typer.Option(metavar="NAME", help="a block format, such as q4_1, instead of --bits")] = None,  # noqa: UP045
     to: Annotated[Kind, typer.Option(help="kind of output")] = Kind.hbf,
     method: Annotated[
@@ -84,17 +84,17 @@ def qconvert(
         Optional[str],  # noqa: UP045
         typer.Option(metavar="FILE", help="text to run (- is stdin), or statistics: of qcalibrate --gram, or llama.cpp's imatrix"),
     ] = None,
-    tokens: Annotated[Optional[int], typer.Option(min=1, max=1 << 26, metavar="N", help="tokens of that text (default 24576)")] = None,  # noqa: UP045
+    tokens: Annotated[Optional[int], typer.Option(min=1, max=1 << 26, metavar="N", help="tokens to run (default 24576)")] = None,  # noqa: UP045
     blend: Annotated[
         Optional[float],  # noqa: UP045
-        typer.Option(min=0, max=0.9, metavar="SHARE", help="share of built-in text among these tokens, for all else (default 0.2)"),
+        typer.Option(min=0, max=0.9, metavar="SHARE", help="with --calibrate: share of the built-in text among them (default 0.2)"),
     ] = None,
     tensor: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(metavar="REGEX=FORMAT", help="format of the matrices in whose names a pattern is found; the last one counts"),
     ] = None,
     recipe_file: Annotated[Optional[Path], typer.Option("--recipe", metavar="FILE", help="bits, method and formats from a file")] = None,  # noqa: UP045
-    save_recipe: Annotated[Optional[Path], typer.Option(metavar="FILE", help="write the plan to a file, for --recipe")] = None,  # noqa: UP045
+    save_recipe: Annotated[Optional[Path], typer.Option(metavar="FILE", help="write the formats chosen to a file, for --recipe")] = None,  # noqa: UP045
     threads: Annotated[Optional[int], typer.Option("--threads", "-t", min=1, max=1024, metavar="N", help="default: all processors")] = None,  # noqa: UP045
     allow_nonfinite: Annotated[bool, typer.Option("--allow-nonfinite", help="replace NaN and infinity instead of refusing them")] = False,
     json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
@@ -170,6 +170,7 @@ def _run(
     result.asked, result.bytes_before = first.asked, first.bytes_before
     result.notes = [*first.notes, *result.notes]
     return result, None
+
 
 def _refuse_overwriting(target: Path, recipe: Path | None, checkpoint: Checkpoint, read: list[str | Path]) -> None:
     """Raises OutputError, before any work is done, for outputs that are also read, or that cannot be written."""

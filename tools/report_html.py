@@ -20,6 +20,7 @@ from .svg import COLOURS, Plot, escape, heat_map, horizontal_bars
 MOST_SENSITIVE = 20
 """Tensors whose divergences are drawn by themselves."""
 
+
 def report_html(data: dict[str, Any], report: Report) -> str:
     """The page. data: what report_data gave; report: for the divergence of every token."""
     title = f"{_name(data['model'])} against {_name(data['reference'])}"
