@@ -51,7 +51,7 @@ def _prepare_streams() -> None:
 
 
 def _run(main: Callable[[], int | None], interrupt: _Interrupt) -> int:
-    debug = any(os.environ.get(name, "") not in ("", "0") for name in ("HALFBYTE_TRACEBACK", "HALFBYTE_DEBUG"))
+    debug = os.environ.get("HALFBYTE_TRACEBACK", "") not in ("", "0")
     try:
         status = main() or 0
         sys.stdout.flush()
