@@ -83,7 +83,6 @@ def convert_with_text(
         def consume(found: list[InputStatistics]) -> None:
             for each in found:
                 take(each.names, conversion.known(each))
-                each = None  # type: ignore[assignment]
 
         def wants_gram(each: MatrixInput) -> bool:
             return conversion.method == "feedback" and any(name in conversion.wanted for name in each.names)

@@ -39,8 +39,11 @@ LADDER = ("nl4", "nl5", "q6_r", "q8_0")
 _FINE_BITS = 6.0
 """Average bits from which on q8_0 is worth trying: below, no matrix gets it."""
 _FINE_KL = 0.02
+"""Nats up to which it is tried at once: there six bits everywhere may not be enough."""
 _WITHIN = 0.99
+"""Share of a goal that must be reached."""
 _MOST_TRIES = 10
+"""Plans that are measured for a divergence, besides the finest and the coarsest."""
 
 Progress = Callable[[str, float, float], None]
 """progress(what, done, total): "kernels" in number, "layers" and "measuring" in multiplications."""
@@ -114,7 +117,8 @@ def convert_to_goal(
     recipe  its patterns give matrices a format of their own; its bits, format and method are not looked at
     texts   int[chunks, tokens] ids to calibrate and to probe with, see calibration_text.calibration_tokens
     ids     int[n] ids of the text on which a divergence is measured, in chunks of `chunk` tokens (needed for that goal)
-    The rest as in formats.convert.convert. Needed on disk beside the output are all candidates: about as much as the weights in bf16.
+    The rest as in formats.convert.convert. Needed on disk beside the output are all candidates: about as much as the weights in bf16, half
+    as much again with q8_0. A divergence that turns out to need q8_0, where it was not tried, makes a second pass over everything.
 
     Raises RecipeError for a goal that cannot be reached, saying what can be; CalibrationError for a model that cannot be run; and as
     convert.

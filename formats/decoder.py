@@ -62,8 +62,8 @@ class Dimensions:
 class Decoder(Family):
     """The common case. Subclasses set the class variables of Family and these:
 
-    qkv_bias    whether q, k and v have biases: "never", "always", or "config" (config.json's attention_bias, then o has one too, and
-                mlp_bias say it; where neither config.json nor the kind of file says it, the tensors that are there do)
+    qkv_bias    whether q, k and v have biases: "never", "always", or "config": attention_bias of config.json says so, of o as well, and
+                mlp_bias of the feed-forward matrices; where nothing says so, as in GGUF files, the tensors that are there do
     """
 
     qkv_bias: ClassVar[str] = "never"
