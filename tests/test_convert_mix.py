@@ -53,19 +53,22 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made():
-    return {}
+def made(tmp_path_factory):
+    """({}, a store that is open as long as what is in it may be read)."""
+    with TileStore(tmp_path_factory.mktemp("store")) as store:
+        yield {}, store
 
 
 @pytest.fixture
 def quick(monkeypatch, made):
     """Candidates of the same model in the same formats are made once."""
+    found, kept = made
 
     def remembered(checkpoint, formats, texts, store, **options):
         key = str(checkpoint.path), str(formats)
-        if key not in made:
-            made[key] = make_candidates(checkpoint, formats, texts, store, **options)
-        return made[key]
+        if key not in found:
+            found[key] = make_candidates(checkpoint, formats, texts, kept, **options)
+        return found[key]
 
     monkeypatch.setattr(convert_mix, "make_candidates", remembered)
 
