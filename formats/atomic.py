@@ -169,15 +169,8 @@ def atomic_folder(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> Iterato
     target = _target(path, inputs)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OutputError(path, "is a folder that is not empty" if target.is_dir() else "is a file; a folder is to be written")
-    _remove_leftovers(target)
-    temporary, lock = _temporary(target), None
     try:
-        with sigterm_raises():
-            try:
-                temporary.mkdir()
-            except OSError as error:
-                raise OutputError(path, f"cannot be made: {error.strerror or error}") from None
-            lock = _lock_folder(temporary)
+        with waiting_folder(target) as temporary:
             yield temporary
             for file in temporary.rglob("*"):
                 _sync(file)
@@ -186,14 +179,7 @@ def atomic_folder(path: PathLike, *, inputs: Iterable[PathLike] = ()) -> Iterato
                 target.rmdir()
             _rename(temporary, target)
     except OSError as error:
-        _remove(temporary)
         raise OutputError(path, f"cannot be written: {error.strerror or error}") from None
-    except BaseException:
-        _remove(temporary)
-        raise
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 @contextmanager
