@@ -70,8 +70,9 @@ def _print_plan(mix: MixResult) -> None:
         rows.append((kind, *(count or "" for count in counts), f"{cost:.5f}", _most(members)))
     print("\nthe plan: matrices by format, and the KL divergence that is expected of them")
     table(("matrices", *formats, "KL", "most by one"), rows, right=range(1, len(formats) + 2))
-    measured = "" if mix.measured is None else f"; measured, with int8 activations: {mix.measured:.5f}"
-    print(f"expected of all weights: {mix.predicted:.4f} nats per token{measured}")
+    print(f"expected of all weights, on text like that of the calibration: {mix.predicted:.4f} nats per token")
+    if mix.measured is not None:
+        print(f"measured, with int8 activations, on the text that qreport takes: {mix.measured:.5f}")
 
 
 def _most(members: list[Any]) -> str:
