@@ -225,8 +225,8 @@ class _Mix:
             least_size = rounded_up((beside + smallest(options)) / 1e6, 6)
             raise RecipeError(f"{goal} cannot be reached: in {LADDER[0]}, the smallest format, the file has {least_size} MB")
         while True:
-            # A plan of many formats is longer than one of few, by some kilobytes of the file's head.
-            chosen = choose(options, goal.nbytes - beside)
+            # A plan of many formats is longer than one of few, by some kilobytes of the file's head. The smallest choice fits: see above.
+            chosen = choose(options, max(goal.nbytes - beside, smallest(options)))
             over = self._file_nbytes(chosen) - goal.nbytes
             if over <= 0:
                 return chosen

@@ -139,7 +139,7 @@ def atomic_file(path: PathLike, *, size: int | None = None, inputs: Iterable[Pat
     made: list[Path] = []  # filled before a file is there, so that no interrupt can come between a file and its removal
     output: OutputFile | None = None
     try:
-        with sigterm_raises():
+        with _sigterm_raises():
             descriptor, temporary = _create(target, made)
             output = OutputFile(target, descriptor)
             if size:
@@ -191,7 +191,7 @@ def waiting_folder(path: PathLike) -> Iterator[Path]:
     _remove_leftovers(target)
     temporary, lock = _temporary(target), None
     try:
-        with sigterm_raises():
+        with _sigterm_raises():
             try:
                 temporary.mkdir()
             except OSError as error:
@@ -344,7 +344,7 @@ def _sync(path: Path) -> None:
 
 
 @contextmanager
-def sigterm_raises() -> Iterator[None]:
+def _sigterm_raises() -> Iterator[None]:
     """While this lasts, SIGTERM ends the program as an exception would, so that `finally` blocks run. Only in the main thread,
     and only if nobody else handles the signal."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:

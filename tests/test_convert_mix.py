@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from halfbyte.engine import convert_mix
+from halfbyte.engine.allocation import Option, allocate
 from halfbyte.engine.candidates import estimated_multiplications, make_candidates, split_texts
 from halfbyte.engine.convert_mix import LADDER, Goal, candidate_formats, convert_to_goal, rounded_up
 from halfbyte.engine.quantize_tensor import TensorQuantizer
@@ -194,6 +195,22 @@ def test_no_size_is_refused_with_a_surprise(tmp_path, folder, quick):
         assert (tmp_path / "a.hbf").stat().st_size <= size
         found.append(result.conversion.bytes_after)
     assert found[-1] > found[0]
+
+
+def test_a_head_that_outgrows_what_is_left_leaves_the_smallest_plan(tmp_path, folder, monkeypatch):
+    """A step that fits by its own bytes, in a plan whose recipe takes more pages than are left."""
+    head, page = 50_000, 4096
+    options = {"a": [Option("nl4", 10 * page, 1.0), Option("nl5", 11 * page, 0.1)], "b": [Option("nl4", 10 * page, 0.5)]}
+
+    def file_nbytes(self, chosen):
+        return head + sum(option.nbytes for option in chosen.values()) + 3 * page * (chosen["a"].format != "nl4")
+
+    monkeypatch.setattr(convert_mix._Mix, "_file_nbytes", file_nbytes)
+    with open_checkpoint(folder) as checkpoint:
+        for slack, wanted in ((0, "nl4"), (page, "nl4"), (4 * page - 1, "nl4"), (4 * page, "nl5")):
+            goal = Goal(nbytes=head + 20 * page + slack)
+            found = convert_mix._Mix(checkpoint, tmp_path / "a.hbf", Recipe(), goal, None, 1, False, lambda *_: None)
+            assert found._allocate(options, allocate)["a"].format == wanted, slack
 
 
 def test_a_longer_head_is_counted(tmp_path, folder, quick):
