@@ -31,6 +31,7 @@ from .quantize_tensor import TensorQuantizer
 from .sensitivity import CHUNK, Probes, probing_tokens
 
 _HEAD = "the head"
+_RUINED = 100.0
 
 Progress = Callable[[str, float, float], None]
 """progress(what, done, total): "kernels" in number, "layers" in multiplications."""
@@ -175,8 +176,7 @@ class _Pass:
                     tensor.release()
         if section == "head":
             self._pass_sections(None)
-            self._divergences = self._probes.head({_HEAD: (None, changes[0])} if changes else None)
-            self._advance(self._probes.cost("head", self._streams))
+            self._divergences = self._probes.head({_HEAD: (None, changes[0])} if changes else None, self._advance)
         else:
             self._pass_sections(section, changes)
 
@@ -210,12 +210,17 @@ class _Pass:
         """From the probe's divergence to that of the other formats."""
         for name, candidates in self._found.items():
             tied = self._tied and name == EMBEDDING
-            measured = max(self._divergences.get(_HEAD if tied or name == HEAD else name, 0.0), 0.0)
+            measured = self._divergence(_HEAD if tied or name == HEAD else name)
             probe = candidates[0]
             for each in candidates:
                 each.cost = measured * each.loss / probe.loss if probe.loss > 0 else 0.0
                 if tied and self._input_error > 0:
-                    each.cost += max(self._divergences.get(name, 0.0), 0.0) * each.weight_error / self._input_error
+                    each.cost += self._divergence(name) * each.weight_error / self._input_error
+
+    def _divergence(self, name: str) -> float:
+        """What was measured: 0 where rounding makes it less, and more than any that a model has where predictions have become NaN."""
+        found = self._divergences.get(name, 0.0)
+        return max(found, 0.0) if np.isfinite(found) else _RUINED
 
     # ---- how far -----------------------------------------------------------------------------------------------------
 

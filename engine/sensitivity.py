@@ -58,7 +58,8 @@ class Probes:
     def __init__(
         self, checkpoint: Checkpoint, texts: np.ndarray, threads: int | None = None, progress: Progress = lambda what, done, total: None
     ):
-        self._texts, self._progress = texts, progress
+        """progress: "kernels" only."""
+        self._texts = texts
         tokens = texts.shape[1]
         with ExitStack() as stack:
             workers = self._workers = Workers(threads)
@@ -113,18 +114,22 @@ class Probes:
             for matrix in matrices.values():
                 matrix.release()
 
-    def head(self, changes: Mapping[str, tuple[str | None, Tensor]] | None = None) -> dict[str, float]:
+    def head(
+        self,
+        changes: Mapping[str, tuple[str | None, Tensor]] | None = None,
+        advance: Callable[[float], None] = lambda multiplications: None,
+    ) -> dict[str, float]:
         """Mean KL divergence, nats per token, of each stream that was begun, by the name of its matrix.
 
         changes: further ones, by names of their own: (a stream's name, None for the unchanged one, and weights in place of the head's).
+        advance(multiplications): called as streams are done; `cost("head", number of them)` in all.
         """
         model, rows = self._model, min(OUTPUTS, self._texts.shape[1])
         (matrix,) = model.matrices("head")
         assert isinstance(matrix, ReplaceableMatrix)
         blocks = [self._scored[start : start + rows] for start in range(0, len(self._scored), rows)]
         sums = dict.fromkeys([*self._streams, *(changes or {})], 0.0)
-        total = self.cost("head", len(sums)) or 1.0
-        done = 0.0
+        cost = self.cost("head", 1) / (len(self._texts) * len(blocks))
         try:
             for c, ids in enumerate(self._texts):
                 matrix.load()
@@ -138,6 +143,7 @@ class Probes:
                     for name, stream in self._streams.items():
                         model.head(stream[c], block)
                         sums[name] += self._divergence(ids, block)
+                        advance(cost)
                 for name, (stream_name, change) in (changes or {}).items():
                     matrix.replace(change)
                     model.relink("head")
@@ -146,9 +152,8 @@ class Probes:
                         self._refer(logits)
                         model.head(stream[c], block)
                         sums[name] += self._divergence(ids, block)
+                        advance(cost)
                     matrix.restore()
-                done += total / len(self._texts)
-                self._progress("head", done, total)
         finally:
             matrix.release()
         count = len(self._texts) * len(self._scored)
@@ -200,26 +205,33 @@ def measure_sensitivities(
         found = model.tensors.get(name) or (model.tensors.get(EMBEDDING) if name == HEAD else None)
         return None if found is None or _same(found, reference.tensors.get(name)) else found
 
-    with Probes(reference, texts, threads, lambda what, done, total: progress(what, done, total) if what == "kernels" else None) as probes:
+    done = 0.0
+
+    def advance(multiplications: float) -> None:
+        nonlocal done
+        done += multiplications
+        progress("text", min(done, total), total)
+
+    with Probes(reference, texts, threads, progress) as probes:
         streams, costs = 0, []
         for section in probes.sections:
             costs.append(probes.cost(section, 1 + streams + len(probes.names(section))))
             streams += len(probes.names(section))
-        total, done = sum(costs) or 1.0, 0.0
+        total = sum(costs) or 1.0
         order: list[str] = []
         for section, cost in zip(probes.sections[:-1], costs, strict=False):
             changes = [tensor for name in probes.names(section) if (tensor := changed(name)) is not None]
             order += [tensor.name for tensor in changes]
             probes.section(section, changes)
-            done += cost
-            progress("text", done, total)
+            advance(cost)
         (head,) = probes.names("head")
         tensor = changed(head)
         if head == EMBEDDING and HEAD in model.tensors:  # tied in the reference alone: its uses are two matrices of the model
             head, own = HEAD, model.tensors[HEAD]
             tensor = None if _same(own, reference.tensors[EMBEDDING]) else own
         both = _BOTH if head == EMBEDDING else head
-        found = probes.head({} if tensor is None else {both: (head if head == EMBEDDING else None, tensor)})
+        found = probes.head({} if tensor is None else {both: (head if head == EMBEDDING else None, tensor)}, advance)
+        progress("text", total, total)
         progress("text", total, total)
     if _BOTH in found:
         found[EMBEDDING] = found.pop(_BOTH)

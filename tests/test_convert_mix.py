@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfbyte.engine import convert_mix
+from halfbyte.engine import candidates, convert_mix
 from halfbyte.engine.allocation import Option, allocate
 from halfbyte.engine.candidates import estimated_multiplications, make_candidates, split_texts
 from halfbyte.engine.convert_mix import LADDER, Goal, candidate_formats, convert_to_goal, rounded_up
@@ -448,3 +448,10 @@ def test_patterns_name_every_matrix():
         counts = list(formats.values())
         assert counts.count(main) == max(map(counts.count, counts))
         assert recipe.named("xblk.1.attn_q.weight") == recipe.named("blk.1.attn_q.weight.more") == ("", None)
+
+
+def test_a_probe_that_ruins_the_predictions_costs_more_than_any_other():
+    work = candidates._Pass.__new__(candidates._Pass)
+    work._divergences = {"ruined": float("nan"), "endless": float("inf"), "rounding": -1e-9, "some": 0.25}
+    costs = {name: work._divergence(name) for name in (*work._divergences, "unchanged")}
+    assert costs == {"ruined": 100.0, "endless": 100.0, "rounding": 0.0, "some": 0.25, "unchanged": 0.0}

@@ -100,7 +100,7 @@ def test_every_matrix_is_there_in_the_order_of_the_model(tied, untied):
             matrices = [name for name, tensor in model.tensors.items() if not tensor.vector]
         assert list(case.found) == matrices
         text = [(done, total) for what, done, total in case.progress if what == "text"]
-        assert len({total for _, total in text}) == 1 and len(text) == 4  # two layers, embed, head
+        assert len({total for _, total in text}) == 1 and len(text) > 4  # embed, two layers, and the head stream by stream
         done = [each for each, _ in text]
         assert done == sorted(done) and done[-1] == pytest.approx(text[0][1])
 
