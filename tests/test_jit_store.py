@@ -91,6 +91,16 @@ def test_the_key_changes_with_the_processor_and_the_loader(warm):
     assert len(keys) == 4
 
 
+@pytest.mark.parametrize("file", ["quant/block.py", "quant/jit/simd.py", "quant/deep/er/new.py", "engine/kernels/attention.py", "engine/kernels/of/moe.py"])
+def test_the_key_changes_with_every_source_however_deep(tmp_path, monkeypatch, file):
+    monkeypatch.setattr(store, "_PACKAGE", tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text("a = 1\n")
+    before = store._key()
+    (tmp_path / file).write_text("a = 2\n")
+    assert store._key() != before
+
+
 @pytest.mark.parametrize(
     "damage",
     [
