@@ -24,14 +24,14 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 
 from ..formats.checkpoint import open_checkpoint
-from .cache import Sequence
 from .model import Compute, Model, Report, TokenError, Work
-from .tokenizer import Tokenizer
+from .run.cache import Sequence
+from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from .generation import Piece
-    from .sampler import SamplingParams
-    from .template import ChatTemplate
+    from .generate.generation import Piece
+    from .generate.sampler import SamplingParams
+    from .text.template import ChatTemplate
 
 __all__ = ["Engine", "Sequence", "Work"]
 
@@ -120,7 +120,7 @@ class Engine:
     def template(self) -> ChatTemplate | None:
         """The model's chat template, or None."""
         if not self._template_read:
-            from .template import ChatTemplate
+            from .text.template import ChatTemplate
 
             self._template, self._template_read = ChatTemplate.of(self.tokenizer), True
         return self._template
@@ -130,7 +130,7 @@ class Engine:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, bos=True)
         if self.template is None:
-            from .template import TemplateError
+            from .text.template import TemplateError
 
             raise TemplateError(f"{self.checkpoint.path} has no chat template: give the prompt as text")
         return self.template.encode(prompt)
@@ -150,8 +150,8 @@ class Engine:
         progress  progress(done, total) while a long prompt is read
         Closing the iterator frees the sequence.
         """
-        from .generation import generate
-        from .sampler import SamplingParams
+        from .generate.generation import generate
+        from .generate.sampler import SamplingParams
 
         if params is not None and sampling:
             raise TypeError("give SamplingParams or its fields, not both")

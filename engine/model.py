@@ -15,13 +15,13 @@ from ..formats.checkpoint import Checkpoint
 from ..formats.decoder import Dimensions
 from ..formats.rope import FACTORS
 from ..quant.errors import HalfbyteError
-from .builder import Builder, Limits, split_sequences
-from .cache import CacheFullError, PagedCache, Sequence, SequenceError
-from .kernels.layout import PAGE, SPLIT
-from .plan import Plan, Section
-from .rope import longest_context, rope_table
-from .weights import Weights
-from .workers import Workers
+from .kernels.structs import PAGE, SPLIT
+from .plan.builder import Builder, Limits, split_sequences
+from .plan.plan import Plan, Section
+from .run.cache import CacheFullError, PagedCache, Sequence, SequenceError
+from .run.rope import longest_context, rope_table
+from .run.weights import Weights
+from .run.workers import Workers
 
 Compute = Literal["int8", "f32"]
 COMPUTES = ("int8", "f32")
@@ -255,11 +255,11 @@ def _parts(jobs: list[_Slice], tokens: int, sequences: int) -> Iterable[list[_Sl
 
 
 def architecture(name: str) -> Any:
-    """The module in engine/architectures of that name, or another package's, through the entry point group `halfbyte.architectures`."""
+    """The module of that name in engine/plan/architectures, or another package's, through the entry points `halfbyte.architectures`."""
     try:
-        return importlib.import_module(f".architectures.{name}", __package__)
+        return importlib.import_module(f".plan.architectures.{name}", __package__)
     except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.architectures.{name}":
+        if error.name != f"{__package__}.plan.architectures.{name}":
             raise
     from importlib.metadata import entry_points
 

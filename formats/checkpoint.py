@@ -165,7 +165,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise InputError("''", "is no name of a file or folder")
     target = Path(path)
     if target.is_dir():
-        from .huggingface import open_folder
+        from .huggingface.folder import open_folder
 
         return open_folder(target)
     try:
@@ -180,19 +180,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     except ValueError:
         raise InputError(target, "cannot be opened: not a file name") from None
     if magic[:4] in (b"GGUF", b"FUGG"):
-        from .gguf_checkpoint import open_gguf
+        from .gguf.checkpoint import open_gguf
 
         return open_gguf(target)
     if target.suffix == ".hbf" or _is_hbf(magic):
-        from .hbf_checkpoint import open_hbf
+        from .hbf.checkpoint import open_hbf
 
         return open_hbf(target)
     if target.suffix == ".gguf":
-        from .gguf_checkpoint import open_gguf
+        from .gguf.checkpoint import open_gguf
 
         return open_gguf(target)  # says what is wrong with it
     if target.suffix == ".safetensors" or magic[8:9] == b"{":
-        from .huggingface import open_file
+        from .huggingface.folder import open_file
 
         return open_file(target)
     if target.suffix in (".bin", ".pt", ".pth", ".ckpt"):
@@ -203,7 +203,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _is_hbf(magic: bytes) -> bool:
-    from .native_layout import MAGIC
+    from .hbf.header import MAGIC
 
     return magic.startswith(MAGIC)
 

@@ -86,7 +86,7 @@ def float8_table(kind: str) -> np.ndarray:
 
 def _decoder(kind: str, path: Any, where: str) -> tuple[Callable[[np.ndarray], np.ndarray], int, int]:
     """A function uint8[blocks, block bytes] -> float32[blocks, block], the bytes per block and the weights per block."""
-    from .gguf_types import BY_NAME
+    from .tensor_types import BY_NAME
 
     if kind not in BY_NAME:
         raise UnknownTypeError(path, f"no way to read tensors of type {kind}", where=where)

@@ -20,7 +20,7 @@ from .metadata import CheckpointError, Metadata
 from .tensor import Tensor
 
 if TYPE_CHECKING:
-    from .huggingface_weights import Weights
+    from .huggingface.weights import Weights
 
 
 class UnsupportedArchitectureError(CheckpointError):

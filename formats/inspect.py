@@ -14,13 +14,13 @@ from ..quant.errors import HalfbyteError
 from ..quant.scales import check_finite
 from .checkpoint import open_checkpoint
 from .errors import InputError
-from .gguf_reader import GGUFFile
-from .gguf_values import TypedValues
-from .huggingface import CONFIG
+from .gguf.reader import GGUFFile
+from .gguf.values import TypedValues
+from .hbf.reader import NativeFile
+from .huggingface.folder import CONFIG
 from .json_file import is_there, read_object
 from .mapped import MappedFile
-from .native_reader import NativeFile
-from .safetensors_reader import SafetensorsFolder
+from .safetensors.reader import SafetensorsFolder
 
 LONG_LIST, LONG_TEXT = 64, 16384
 """Longer lists and texts are told by their length and beginning."""

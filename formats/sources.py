@@ -45,7 +45,7 @@ def resolve_source(name: str | os.PathLike[str], tell: Callable[[str], None] = l
     if len(nearby) == 1:
         return path.with_name(nearby[0])
     if _HUB_NAME.fullmatch(text) and not path.parent.is_dir() and path.suffix not in _ENDINGS:
-        from .hub import fetch_model
+        from .huggingface.hub import fetch_model
 
         return fetch_model(text, tell)
     hint = f"; there are {some(nearby, 4)}" if nearby else ""

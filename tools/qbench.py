@@ -16,8 +16,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .command_line import Parser, check_ranges
-from .console import run, safe_text
+from .terminal.command_line import Parser, check_ranges
+from .terminal.console import run, safe_text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,8 +48,8 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
     check_ranges(arguments, (("prompt", 0, 1 << 20), ("tokens", 0, 1 << 20), ("repetitions", 1, 1 << 20)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ..engine.benchmark import benchmark
     from ..engine.engine import Engine
+    from ..engine.measure.benchmark import benchmark
     from ..formats.sources import resolve_source
 
     path = resolve_source(arguments.model)

@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import Parser, check_ranges
-from .console import run
+from .terminal.command_line import Parser, check_ranges
+from .terminal.console import run
 
 if TYPE_CHECKING:
-    from ..engine.calibrate import InputStatistics
+    from ..engine.convert.calibration import InputStatistics
     from ..formats.checkpoint import Checkpoint
 
 _MOST_TOKENS = 1 << 26
@@ -59,7 +59,7 @@ def _main(argv: Sequence[str] | None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ..formats.checkpoint import open_checkpoint
     from ..formats.sources import resolve_source
-    from .display import note
+    from .terminal.display import note
 
     path = resolve_source(arguments.model, note)
     output = _default_output(arguments.model, path) if arguments.output is None else Path(arguments.output)
@@ -68,11 +68,11 @@ def _main(argv: Sequence[str] | None) -> int:
             note(text)
         result = _calibrate(checkpoint, output, arguments)
     if arguments.json:
-        from .display import print_json
+        from .terminal.display import print_json
 
         print_json(result)
     else:
-        from .display import one_line, size_text
+        from .terminal.display import one_line, size_text
 
         print(
             f"{one_line(path.name)}: {result['inputs']} inputs of {result['matrices']} matrices over {result['tokens']} tokens → "
@@ -91,13 +91,13 @@ def _default_output(name: str, path: Path) -> Path:
 
 
 def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from ..engine.calibrate import Calibration, token_counts
-    from ..engine.calibration_text import TOKENS, built_in_text, calibration_tokens
-    from ..formats.convert import inputs as model_inputs
-    from ..formats.statistics import StatisticsWriter, fingerprint
-    from .display import note
-    from .stages import stages, token_rate
-    from .text_file import read_text, text_name
+    from ..engine.convert.calibration import Calibration, token_counts
+    from ..engine.convert.calibration_text import TOKENS, built_in_text, calibration_tokens
+    from ..formats.conversion.convert import inputs as model_inputs
+    from ..formats.conversion.statistics import StatisticsWriter, fingerprint
+    from .terminal.display import note
+    from .terminal.stages import stages, token_rate
+    from .terminal.text_file import read_text, text_name
 
     start = time.perf_counter()
     wanted = TOKENS if arguments.tokens is None else arguments.tokens

@@ -20,15 +20,15 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from .command_line import Parser, check_ranges
-from .console import UsageError, run
 from .qrun import SAMPLING
+from .terminal.command_line import Parser, check_ranges
+from .terminal.console import UsageError, run
 
 if TYPE_CHECKING:
-    from ..engine.sampler import SamplingParams
-    from .compare_answers import Answer, LogitFile
-    from .compare_models import Candidate
-    from .compare_prompts import Prompt
+    from ..engine.generate.sampler import SamplingParams
+    from .compare.answers import Answer, LogitFile
+    from .compare.models import Candidate
+    from .compare.prompts import Prompt
 
 MAX_TOKENS = 64
 """Tokens of an answer unless told otherwise: enough to see where models part."""
@@ -81,9 +81,9 @@ def _main(argv: Sequence[str] | None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     params = _sampling(arguments)
     from ..formats.sources import resolve_source
-    from .compare_models import survey
-    from .compare_prompts import gather
-    from .display import note, print_json
+    from .compare.models import survey
+    from .compare.prompts import gather
+    from .terminal.display import note, print_json
 
     start = time.perf_counter()
     prompts = gather(arguments.prompt, arguments.prompts)
@@ -103,13 +103,13 @@ def _main(argv: Sequence[str] | None) -> int:
         data = _compare(models, prompts, params, arguments)
         data |= {"notes": notes, "seconds": time.perf_counter() - start}
         if page is not None:
-            from .compare_html import compare_html
+            from .compare.html import compare_html
 
             page.write(compare_html(data).encode("utf-8", "replace"))
     if arguments.json:
         print_json(data)
     else:
-        from .compare_text import print_summary
+        from .compare.text import print_summary
 
         print_summary(data["models"], len(prompts))
         if arguments.html is not None:
@@ -119,7 +119,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def _sampling(arguments: argparse.Namespace) -> SamplingParams:
     """The sampling parameters; the seed, if none is given, is drawn here, so that all models have the same."""
-    from ..engine.sampler import SamplingError, SamplingParams
+    from ..engine.generate.sampler import SamplingError, SamplingParams
 
     given = {field: getattr(arguments, field) for field in _OPTIONS if getattr(arguments, field) is not None}
     given.setdefault("seed", int.from_bytes(os.urandom(4), "little"))
@@ -134,12 +134,12 @@ def _compare(
     models: Sequence[Candidate], prompts: Sequence[Prompt], params: SamplingParams, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Runs the models and prints each prompt as soon as all have answered it (without --json). Returns all but notes and seconds."""
-    from ..engine.workers import default_threads
-    from .compare_answers import LogitFile
-    from .compare_data import prompt_data, summary
+    from ..engine.run.workers import default_threads
+    from .compare.answers import LogitFile
+    from .compare.data import prompt_data, summary
 
     if not arguments.json:
-        from .compare_text import print_prompt
+        from .compare.text import print_prompt
 
     answers: list[list[Answer]] = [[] for _ in prompts]
     done: list[dict[str, Any]] = []
@@ -195,10 +195,10 @@ def _answers(
     settings: compute, threads and context of the engine, which nothing refers to any more at the end: its memory is free then.
     """
     from ..engine.engine import Engine
-    from ..engine.generation import PromptError
-    from ..engine.sampler import LogitsError
-    from .compare_answers import agreement, answer
-    from .compare_models import CompareError
+    from ..engine.generate.generation import PromptError
+    from ..engine.generate.sampler import LogitsError
+    from .compare.answers import agreement, answer
+    from .compare.models import CompareError
 
     is_first = model is first
     with Engine(model.path, *settings, report=status.loading(model.name)) as engine:
@@ -243,7 +243,7 @@ class _Status:
         now = time.monotonic()
         if not self._show or now < self._due:
             return
-        from .display import one_line
+        from .terminal.display import one_line
 
         self._due = now + 0.1
         text = one_line(text)[: max(shutil.get_terminal_size().columns - 1, 0)]

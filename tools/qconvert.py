@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
 
-from .calibrated import Text
-from .console import UsageError, run
-from .convert_text import print_result, print_result_json
+from .convert.calibrated import Text
+from .convert.text import print_result, print_result_json
+from .terminal.console import UsageError, run
 
 if TYPE_CHECKING:
-    from ..engine.convert_mix import MixResult
+    from ..engine.convert.mix import MixResult
     from ..formats.checkpoint import Checkpoint
-    from ..formats.convert import ConversionResult
-    from ..formats.recipe import Recipe
-    from .convert_task import Task
+    from ..formats.conversion.convert import ConversionResult
+    from ..formats.conversion.recipe import Recipe
+    from .convert.task import Task
 
 EXAMPLES = """
 Examples:
@@ -103,8 +103,8 @@ def qconvert(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads are ours: before NumPy is imported
     from ..formats.checkpoint import open_checkpoint
     from ..formats.sources import resolve_source
-    from .convert_task import Wishes, make_task
-    from .display import note
+    from .convert.task import Wishes, make_task
+    from .terminal.display import note
 
     start = time.perf_counter()
     if bits is not None and format is not None:
@@ -126,7 +126,7 @@ def qconvert(
         result, mix = _run(checkpoint, target, to, task, Text(calibrate, tokens, blend), threads, allow_nonfinite)
     recipe = mix.recipe if mix is not None else task.recipe
     if save_recipe is not None:
-        from ..formats.recipe_file import write_recipe
+        from ..formats.conversion.recipe_file import write_recipe
 
         assert recipe is not None
         write_recipe(save_recipe, recipe)
@@ -143,7 +143,7 @@ def _run(
     checkpoint: Checkpoint, target: Path, to: Kind, task: Task, text: Text, threads: int | None, allow_nonfinite: bool
 ) -> tuple[ConversionResult, MixResult | None]:
     """Does the task."""
-    from .calibrated import convert_by_inputs, convert_mixed, waiting_file
+    from .convert.calibrated import convert_by_inputs, convert_mixed, waiting_file
 
     if task.way == "plain":
         return _convert(checkpoint, target, to, task.recipe, threads, allow_nonfinite), None
@@ -175,7 +175,7 @@ def _run(
 def _refuse_overwriting(target: Path, recipe: Path | None, checkpoint: Checkpoint, read: list[str | Path]) -> None:
     """Raises OutputError, before any work is done, for outputs that are also read, or that cannot be written."""
     from ..formats.atomic import check_output
-    from ..formats.convert import inputs
+    from ..formats.conversion.convert import inputs
     from ..formats.errors import OutputError
 
     check_output(target, inputs=read)
@@ -198,18 +198,18 @@ def _default(source: str, path: Path, to: Kind, label: str) -> Path:
 def _convert(
     checkpoint: Checkpoint, target: Path, to: Kind, recipe: Recipe | None, threads: int | None, allow_nonfinite: bool
 ) -> ConversionResult:
-    from .display import progress
+    from .terminal.display import progress
 
     with progress(target.name, checkpoint.nbytes) as bar:
         if to is Kind.gguf:
-            from ..formats.export_gguf import export_gguf
+            from ..formats.conversion.to_gguf import export_gguf
 
             return export_gguf(checkpoint, target, recipe, threads=threads, allow_nonfinite=allow_nonfinite, advance=bar.advance)
         if to is Kind.safetensors:
-            from ..formats.export_huggingface import export_huggingface
+            from ..formats.conversion.to_huggingface import export_huggingface
 
             return export_huggingface(checkpoint, target, recipe, threads=threads, allow_nonfinite=allow_nonfinite, advance=bar.advance)
-        from ..formats.convert import convert
+        from ..formats.conversion.convert import convert
 
         assert recipe is not None
         return convert(checkpoint, target, recipe, threads=threads, allow_nonfinite=allow_nonfinite, advance=bar.advance)

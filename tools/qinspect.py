@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import run
+from .terminal.console import run
 
 if TYPE_CHECKING:
     from ..formats.inspect import Inspection
@@ -41,7 +41,7 @@ def qinspect(
     """Show header, metadata and tensors of a model."""
     from ..formats.inspect import inspect
     from ..formats.sources import resolve_source
-    from .display import note, progress
+    from .terminal.display import note, progress
 
     path = resolve_source(file, note)
     if verify:
@@ -57,7 +57,7 @@ def qinspect(
 
 
 def _print_text(found: Inspection, verified: bool) -> None:
-    from .display import note, one_line, size_text, table
+    from .terminal.display import note, one_line, size_text, table
 
     print(f"{one_line(found.path)}: {found.kind}, {size_text(found.nbytes)}")
     for key, value in found.header.items():
@@ -103,7 +103,7 @@ def _formats(found: Inspection) -> dict[str, tuple[int, int, int]]:
 
 
 def _short(value: Any) -> str:
-    from .display import one_line, plain
+    from .terminal.display import one_line, plain
 
     text = value if isinstance(value, str) else json_module.dumps(plain(value), ensure_ascii=False)
     text = one_line(text)
@@ -111,7 +111,7 @@ def _short(value: Any) -> str:
 
 
 def _print_json(found: Inspection, verified: bool) -> None:
-    from .display import print_json
+    from .terminal.display import print_json
 
     tensors = []
     for tensor in found.tensors:

@@ -21,17 +21,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import Parser, check_ranges
-from .console import UsageError, run
-from .stages import Rate, stages, token_rate
-from .text_file import read_text
+from .terminal.command_line import Parser, check_ranges
+from .terminal.console import UsageError, run
+from .terminal.stages import Rate, stages, token_rate
+from .terminal.text_file import read_text
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..engine.report import Report
+    from ..engine.measure.report import Report
     from ..formats.checkpoint import Checkpoint
-    from .report_data import Sensitivity, Speed
+    from .report.data import Sensitivity, Speed
 
 BUILT_IN_TEXT = Path(__file__).with_name("data") / "austen.txt"
 """Passages of Emma, Mansfield Park and Northanger Abbey (Jane Austen, 1814 to 1817), in the public domain."""
@@ -82,7 +82,7 @@ def _main(argv: Sequence[str] | None) -> int:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ..formats.checkpoint import open_checkpoint
     from ..formats.sources import resolve_source
-    from .display import note
+    from .terminal.display import note
 
     start = time.perf_counter()
     *model_paths, reference_path = (resolve_source(name, note) for name in (*arguments.models, arguments.reference))
@@ -91,7 +91,7 @@ def _main(argv: Sequence[str] | None) -> int:
         page = None
         if arguments.html is not None:  # opened first: a folder that is missing should not be found after the work
             from ..formats.atomic import atomic_file
-            from ..formats.convert import inputs
+            from ..formats.conversion.convert import inputs
 
             texts = [] if arguments.text in (None, "-") else [arguments.text]
             sources = [path for checkpoint in (*models, reference) for path in inputs(checkpoint)]
@@ -100,18 +100,18 @@ def _main(argv: Sequence[str] | None) -> int:
         data: dict[str, Any] = found[0] if len(found) == 1 else {"reference": str(reference.path), "models": found}
         data["seconds"] = time.perf_counter() - start
         if page is not None:
-            from .report_html import report_html
-            from .report_models_html import models_html
+            from .report.html import report_html
+            from .report.models_html import models_html
 
             page.write((report_html(data, reports[0]) if len(models) == 1 else models_html(data, reports)).encode())
     for text in dict.fromkeys(text for report in reports for text in report.notes):
         note(text)
     if arguments.json:
-        from .display import print_json
+        from .terminal.display import print_json
 
         print_json(data)
     else:
-        from .report_text import print_models, print_report
+        from .report.text import print_models, print_report
 
         (print_report if len(models) == 1 else print_models)(data)
         if arguments.html is not None:
@@ -134,9 +134,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _measure(models: list[Checkpoint], reference: Checkpoint, arguments: argparse.Namespace) -> tuple[list[Report], list[dict[str, Any]]]:
     """The report on each model, and the JSON object of each without the time that it took."""
-    from ..engine.compare import check_comparable, tensor_pairs
-    from ..engine.report import make_reports, why_not_run
-    from .report_data import report_data
+    from ..engine.measure.compare import check_comparable, tensor_pairs
+    from ..engine.measure.report import make_reports, why_not_run
+    from .report.data import report_data
 
     for model in models:
         check_comparable(model, reference)
@@ -181,8 +181,8 @@ def _token_ids(
     """The tokens of the text, which all models must read alike; None if there are no models. Raises ReportError."""
     import numpy as np
 
-    from ..engine.compare import ReportError
-    from ..engine.evaluation_text import evaluation_tokens
+    from ..engine.measure.compare import ReportError
+    from ..engine.measure.evaluation_text import evaluation_tokens
 
     found = None
     for model in models:
@@ -199,10 +199,10 @@ def _token_ids(
 
 def _speed(model: Checkpoint, arguments: argparse.Namespace) -> Speed:
     """As qbench measures it: 512 tokens of prefill and 128 of decode, or as many as the context has room for, three times."""
-    from ..engine.benchmark import benchmark
     from ..engine.engine import Engine
-    from ..engine.rope import longest_context
-    from .report_data import Speed
+    from ..engine.measure.benchmark import benchmark
+    from ..engine.run.rope import longest_context
+    from .report.data import Speed
 
     assert model.architecture is not None
     longest = longest_context(model.metadata, model.architecture)
@@ -212,9 +212,9 @@ def _speed(model: Checkpoint, arguments: argparse.Namespace) -> Speed:
 
 
 def _sensitivity(model: Checkpoint, reference: Checkpoint, text: str, arguments: argparse.Namespace) -> Sensitivity:
-    from ..engine.evaluation_text import evaluation_tokens
-    from ..engine.sensitivity import measure_sensitivities, probing_tokens
-    from .report_data import Sensitivity
+    from ..engine.measure.evaluation_text import evaluation_tokens
+    from ..engine.measure.sensitivity import measure_sensitivities, probing_tokens
+    from .report.data import Sensitivity
 
     chunk = min(SENSITIVITY_CHUNK, arguments.chunk)
     tokens = arguments.sensitivity_tokens or probing_tokens(reference, SENSITIVITY_TOKENS)  # as memory allows
@@ -235,7 +235,7 @@ def _rates(tokens: int) -> Rate:
 
 def _converted(model: Checkpoint) -> list[str]:
     """What the engine runs in another format than the file has: what is measured of layers and predictions then includes that."""
-    from ..engine.weights import CONVERTED
+    from ..engine.run.weights import CONVERTED
 
     kinds = {t.format: CONVERTED[t.format] for t in model.tensors.values() if not t.vector and t.format in CONVERTED}
     return [

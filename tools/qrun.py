@@ -17,15 +17,15 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .command_line import Parser
-from .console import UsageError, run, safe_text
+from .terminal.command_line import Parser
+from .terminal.console import UsageError, run, safe_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ..engine.engine import Engine
-    from ..engine.generation import GenerationState, Piece, TokenLogprob
-    from ..engine.sampler import SamplingParams
+    from ..engine.generate.generation import GenerationState, Piece, TokenLogprob
+    from ..engine.generate.sampler import SamplingParams
 
 
 def _whole(least: int) -> Any:
@@ -137,7 +137,7 @@ def _main(argv: Sequence[str] | None) -> int:
         raise UsageError(f"{'--raw' if arguments.raw else '--json'} needs a PROMPT, or one on stdin")
     with open_engine(arguments) as engine:
         if prompt is None:
-            from .chat import chat
+            from .chat.chat import chat
 
             _collect_again()
             return chat(engine, params, system=arguments.system, name=arguments.model)
@@ -148,7 +148,7 @@ def sampling(arguments: argparse.Namespace) -> SamplingParams:
     """The sampling parameters of a command line. Raises UsageError that names the option."""
     # A BLAS that numpy brings starts its threads on import, 50 ms; nothing here uses it.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ..engine.sampler import SamplingError, SamplingParams
+    from ..engine.generate.sampler import SamplingError, SamplingParams
 
     given = {field: getattr(arguments, field) for _, _, field, *_ in SAMPLING}
     given = {field: value for field, value in given.items() if value is not None}
@@ -226,8 +226,8 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
 
 def _answer(engine: Engine, arguments: argparse.Namespace, prompt: str, params: SamplingParams, start: float) -> int:
     """One answer on stdout, nothing else there."""
-    from ..engine.generation import GenerationState
-    from ..engine.generation import run as answer
+    from ..engine.generate.generation import GenerationState
+    from ..engine.generate.generation import run as answer
 
     loaded = time.perf_counter()
     ids = _prompt_ids(engine, arguments, prompt)

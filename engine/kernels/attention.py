@@ -38,7 +38,7 @@ from ...quant.jit.simd import (
     where,
     zeros,
 )
-from .layout import CACHE_BYTES, PAGE, ROWS, SEQUENCE, SEQUENCE_BYTES, SPLIT, STEP, head_bytes, padded_head, part_bytes
+from .structs import CACHE_BYTES, PAGE, ROWS, SEQUENCE, SEQUENCE_BYTES, SPLIT, STEP, head_bytes, padded_head, part_bytes
 
 FIELDS = "step q lone lone_worker q_stride cache page_bytes heads kv_heads out scratch scratch_worker parts"
 """q        rotated and scaled queries, token t at q + t * q_stride (a lone token's at lone + worker * lone_worker)

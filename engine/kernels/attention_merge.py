@@ -11,8 +11,8 @@ from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import store_f32
 from ...quant.jit.simd import F32, load
 from .attention import finish, fold, start
-from .layout import RECORD, SEQUENCE, SEQUENCE_BYTES, STEP, padded_head, part_bytes
 from .panels import locate, share, writer
+from .structs import RECORD, SEQUENCE, SEQUENCE_BYTES, STEP, padded_head, part_bytes
 
 FIELDS = "step x x_stride heads columns parts out out_worker scratch scratch_worker"
 """x        float32 attention results, token t at x + t * x_stride bytes, zero from `columns` up to a multiple of 32

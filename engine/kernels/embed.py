@@ -12,8 +12,8 @@ from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_f32, load_i32, store_f32
 from ...quant.jit.piece import FloatPiece, inline
 from ...quant.jit.simd import F16, I32, Vector, store_tile, tile, to_f32
-from .layout import STEP
 from .panels import share
+from .structs import STEP
 
 FIELDS = "step table columns out out_stride scratch scratch_worker"
 """table    tiles

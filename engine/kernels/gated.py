@@ -9,8 +9,8 @@ from __future__ import annotations
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.piece import inline
 from ...quant.jit.simd import F32, exp, load, zeros
-from .layout import RECORD, STEP
 from .panels import locate, units, writer
+from .structs import RECORD, STEP
 
 FIELDS = "step gate up stride columns out"
 """gate, up  float32, token t at + t * stride bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_i32
 from ...quant.jit.simd import F32, load, store
-from .layout import STEP
 from .panels import share
+from .structs import STEP
 
 FIELDS = "step x x_stride columns out"
 """step  the step of the outputs: its ids are the rows of x to take

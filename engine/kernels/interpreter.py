@@ -23,7 +23,7 @@ from ...quant.jit.memory import (
     store_i64,
 )
 from ...quant.jit.piece import inline
-from .layout import ARRIVED, GENERATION, JOB, PLAN_ROW, SETTINGS, SETTINGS_AT, SLEEPERS
+from .structs import ARRIVED, GENERATION, JOB, PLAN_ROW, SETTINGS, SETTINGS_AT, SLEEPERS
 
 FIELDS = SETTINGS
 

@@ -10,7 +10,7 @@ from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_f32, store_f32
 from ...quant.jit.piece import inline
 from ...quant.jit.simd import F32, I32, exp, fma, iota, lanes_sum, less, load, where, zeros
-from .layout import LOGIT_RUN, LOGIT_SUMS, STEP
+from .structs import LOGIT_RUN, LOGIT_SUMS, STEP
 
 FIELDS = "step reference model stride columns maxima out out_stride"
 """step              its tokens are the rows

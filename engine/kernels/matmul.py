@@ -32,8 +32,8 @@ from ...quant.jit.simd import (
     zeros,
 )
 from ...quant.jit.target import current
-from .layout import RECORD, STEP, TOKENS
 from .panels import last_width, locate, units
+from .structs import RECORD, STEP, TOKENS
 
 FIELDS = "step weights columns rows x x_worker out out_stride bias add"
 """x         panels; a lone token's are at x + worker * x_worker

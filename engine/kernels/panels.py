@@ -16,7 +16,7 @@ from numba import float32
 from ...quant.jit.memory import store_f32, store_i32
 from ...quant.jit.piece import inline
 from ...quant.jit.simd import absolute, lanes_max, lanes_sum, maximum, round_even, store, to_bytes, to_i32
-from .layout import TOKENS
+from .structs import TOKENS
 
 
 @inline

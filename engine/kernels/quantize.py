@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.simd import F32, load
-from .layout import RECORD, STEP
 from .panels import locate, share, writer
+from .structs import RECORD, STEP
 
 FIELDS = "step x x_stride columns out out_worker"
 """As in rms_norm.py, without weight."""

@@ -11,8 +11,8 @@ from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import sqrt_f32
 from ...quant.jit.piece import inline
 from ...quant.jit.simd import F32, fma, lanes_sum, load, zeros
-from .layout import RECORD, STEP
 from .panels import locate, share, writer
+from .structs import RECORD, STEP
 
 FIELDS = "step x x_stride weight columns out out_worker epsilon:f32"
 """x       float32, token t at x + t * x_stride bytes, zero from `columns` up to a multiple of 32

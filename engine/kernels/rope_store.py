@@ -11,8 +11,8 @@ from __future__ import annotations
 from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_f32, load_i64, store_f16, store_f32
 from ...quant.jit.piece import inline
-from .layout import CACHE_BYTES, PAGE, SEQUENCE, SEQUENCE_BYTES, STEP, head_bytes, padded_head
 from .panels import share
+from .structs import CACHE_BYTES, PAGE, SEQUENCE, SEQUENCE_BYTES, STEP, head_bytes, padded_head
 
 FIELDS = "step q k v q_stride kv_stride heads kv_heads table cache page_bytes out lone lone_worker scale:f32"
 """q, k, v  float32, token t at + t * q_stride or kv_stride bytes, heads one after another

@@ -1,20 +1,15 @@
-"""Writes expected.json: what transformers makes of the conversations in cases.py. Run where transformers is installed."""
+"""Writes expected.json: what transformers makes of the conversations in support/template_cases.py. Run where transformers is installed."""
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
-
-
-def load_cases():
-    spec = importlib.util.spec_from_file_location("cases", HERE / "cases.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(HERE.parents[1]))
+from support import template_cases as cases  # noqa: E402
 
 
 def apply(template, case):
@@ -31,7 +26,6 @@ def apply(template, case):
 
 
 if __name__ == "__main__":
-    cases = load_cases()
     results = {}
     for name, template in cases.TEMPLATES.items():
         for label, case in cases.CASES.items():

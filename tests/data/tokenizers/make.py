@@ -1,27 +1,22 @@
-"""Writes spm.json: a small SentencePiece model and what the sentencepiece library reads in the texts of texts.py.
+"""Writes spm.json: a small SentencePiece model and what the sentencepiece library reads in the texts of support/texts.py.
 
 Run where sentencepiece is installed. The model is BPE with byte fallback, as Llama 2's is.
 """
 
-import importlib.util
 import io
 import json
+import sys
 from pathlib import Path
 
 import sentencepiece
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from support import texts
+
 HERE = Path(__file__).parent
 
 
-def load_texts():
-    spec = importlib.util.spec_from_file_location("texts", HERE / "texts.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 if __name__ == "__main__":
-    texts = load_texts()
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts.CORPUS.split("\n") * 2), model_writer=model, model_type="bpe", vocab_size=700,

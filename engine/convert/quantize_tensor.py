@@ -1,0 +1,92 @@
+"""One matrix of a checkpoint to the tiles of a format, run after run of rows, so that no float copy of the whole is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ...formats.conversion.stream import Job, Measure, chunks
+from ...formats.tensor import Tensor
+from ...quant.block import get_format
+from ...quant.errors import NonFiniteError
+from ...quant.measures import TensorMeter
+from ...quant.methods import Inputs, Quantized, quantize
+from ...quant.scales import check_finite, replace_nonfinite
+
+
+class TensorQuantizer:
+    """Quantizes a matrix by what is known of its inputs; read `measure`, `method` and `loss` when `pieces` is used up.
+
+    format           a block format's name
+    known            what is known of the matrix's inputs
+    method           "nearest", "search" or "feedback"; where `known` does not allow it, the best that it allows
+    allow_nonfinite  replace NaN and infinity instead of refusing them
+
+    measure  errors of the weights
+    method   what was used
+    """
+
+    def __init__(self, tensor: Tensor, format: str, known: Inputs, method: str, *, threads: int, allow_nonfinite: bool = False):
+        self._tensor, self._form, self._known, self._wanted = tensor, get_format(format), known, method
+        self._threads, self._allow = threads, allow_nonfinite
+        self._methods: set[str] = set()
+        self._losses: list[np.ndarray] = []
+        self.measure = Measure()
+
+    @property
+    def method(self) -> str:
+        return "+".join(sorted(self._methods))
+
+    @property
+    def loss(self) -> float | None:
+        """Sum over rows of d H dᵀ (quant.methods.Quantized.losses), the same for any number of threads; None for other methods."""
+        return float(np.concatenate(self._losses).sum()) if self._losses else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tiles."""
+        return self._form.tiles_nbytes(self._tensor.rows, self._tensor.columns)
+
+    def pieces(self, advance: Callable[[int], None] = lambda weights: None) -> Iterator[np.ndarray]:
+        """uint8 arrays that follow each other. advance(weights): called as weights are done.
+
+        Raises NonFiniteError by the tensor's row and column, FormatError for inputs that do not suit.
+        """
+        tensor = self._tensor
+        for rows in self._runs():
+            found = self._quantize(rows)
+            self._methods.add(found.method)
+            if found.losses is not None:
+                self._losses.append(found.losses[1])
+            advance((rows.stop - rows.start) * tensor.columns)
+            yield found.data
+
+    def _quantize(self, rows: slice) -> Quantized:
+        tensor = self._tensor
+        weights = tensor.plain(rows)
+        weights = tensor.float32(rows) if weights is None else weights
+        meter = TensorMeter()
+        try:
+            found = self._try(weights, meter)
+        except NonFiniteError:
+            # What quantizes sees a run of rows; the error must name the row of the tensor.
+            weights = tensor.float32(rows)
+            if not self._allow:
+                check_finite(weights, tensor.name, rows.start)
+            weights, replaced = replace_nonfinite(weights)
+            self.measure.replaced += replaced
+            meter = TensorMeter()
+            found = self._try(weights, meter)
+        self.measure.take(meter)
+        return found
+
+    def _try(self, weights: np.ndarray, meter: TensorMeter) -> Quantized:
+        name = self._tensor.name
+        return quantize(self._form, weights, inputs=self._known, method=self._wanted, name=name, threads=self._threads, meter=meter)
+
+    def _runs(self) -> list[slice]:
+        """Runs of rows: those of convert.py, several at a time, so that all threads have work."""
+        found = chunks(Job(self._tensor, self._form.name))
+        several = 4 * self._threads
+        return [slice(found[i].start, found[min(i + several, len(found)) - 1].stop) for i in range(0, len(found), several)]

@@ -1,0 +1,79 @@
+"""A GGUF file as a Checkpoint: rotary rows put into halves where the family interleaves them, metadata completed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape
+from ..decoder import EMBEDDING
+from ..errors import InputError, UnknownTypeError, printable
+from ..family import Family, TensorSpec, family, rotary_order
+from ..metadata import Metadata
+from ..tensor import RowsTensor, Tensor
+from .reader import GGUFFile
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    """Opens a .gguf of a known architecture. Raises FileFormatError and CheckpointError."""
+    with ExitStack() as stack:
+        file = stack.enter_context(GGUFFile(path))
+        metadata = Metadata(file.metadata, path.name)
+        kind = metadata.get("general.type", "model", str)
+        if kind != "model":
+            raise InputError(path, f"holds a GGUF {printable(kind, 40)!r}, not a model")
+        if metadata.count("split.count", low=0, default=0) > 1:
+            raise InputError(path, "is one part of a split model; join the parts first (llama-gguf-split --merge)")
+        found = family(metadata.require("general.architecture", str), path.name)
+        values, notes = complete(found, metadata, file.tensors)
+        specs = bind(path, found, found.tensors(values), list(file.tensors))
+        return Checkpoint(
+            path,
+            "gguf",
+            values,
+            {spec.name: _tensor(file, found, spec) for spec in specs},
+            family=found,
+            tokenizer=TokenizerFiles(chat_template=chat_template(values), gguf=values),
+            files=[path],
+            notes=notes,
+            closing=stack.pop_all(),
+        )
+
+
+def _tensor(file: GGUFFile, found: Family, spec: TensorSpec) -> Tensor:
+    entry = file.tensors[spec.name]
+    check_shape(file.path, entry.shape, spec, spec.name)
+    order = rotary_order(spec.rotary_heads, spec.shape[0]) if spec.rotary_heads and found.interleaved else None
+    raw = entry.raw()
+    if order is not None and len(spec.shape) == 1:
+        if entry.kind.block != 1:
+            raise UnknownTypeError(file.path, f"a vector of type {entry.type} whose order must change", where=spec.name)
+        raw = raw.reshape(spec.shape[0], -1)
+    return RowsTensor(spec.name, entry.shape, entry.type, file, raw, order=order)
+
+
+def complete(found: Family, metadata: Metadata, tensors: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
+    """Metadata with the values that files may leave out, and notes. tensors: anything with a shape, by name."""
+    size = f"{found.name}.vocab_size"
+    if not metadata.has(size) and EMBEDDING in tensors:
+        metadata = metadata.updated({size: tensors[EMBEDDING].shape[0]})
+    added, notes = found.complete(metadata)
+    if not metadata.has(EOS_IDS) and metadata.has("tokenizer.ggml.eos_token_id"):
+        ids = [metadata.count(f"tokenizer.ggml.{name}_token_id", low=0, default=None) for name in ("eos", "eot", "eom")]
+        added[EOS_IDS] = list(dict.fromkeys(number for number in ids if number is not None))
+    return metadata.updated(added), notes
+
+
+def chat_template(metadata: Metadata) -> str | dict[str, str] | None:
+    """The chat template, or the templates by name, among GGUF's keys."""
+    template: str | None = metadata.get("tokenizer.chat_template", None, str)
+    named = {}
+    for name in metadata.get("tokenizer.chat_templates", [], list):
+        text = metadata.get(f"tokenizer.chat_template.{name}", None, str)
+        if text is not None:
+            named[str(name)] = text
+    if not named:
+        return template
+    return named if template is None else {"default": template, **named}

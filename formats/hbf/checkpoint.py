@@ -1,0 +1,96 @@
+"""A .hbf file as a Checkpoint. Such a file is canonical as it lies; nothing is reordered or decoded."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Checkpoint, TokenizerFiles, bind, check_shape
+from ..errors import HeaderError
+from ..family import family
+from ..gguf.checkpoint import chat_template, complete
+from ..gguf.values import TypedValues, ValueType
+from ..metadata import Metadata
+from ..tensor import RowSlice, Tensor
+from .header import TOKENIZER
+from .reader import NativeFile, NativeTensor
+
+TOKENIZER_CONFIG = "halfbyte.tokenizer_config"
+"""tokenizer_config.json without its chat template, as JSON text."""
+
+
+class NativeFileTensor(Tensor):
+    """A tensor of a .hbf file."""
+
+    def __init__(self, file: NativeFile, tensor: NativeTensor) -> None:
+        self.name, self.shape, self.format, self.nbytes = tensor.name, tensor.shape, tensor.format, tensor.nbytes
+        self._file, self._tensor = file, tensor
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        return self._tensor.recorded
+
+    def float32(self, rows: RowSlice = None) -> np.ndarray:
+        return self._tensor.float32(rows)
+
+    def blocks(self, rows: RowSlice = None) -> np.ndarray | None:
+        return self._tensor.blocks(rows)
+
+    def tiles(self) -> np.ndarray | None:
+        return self._tensor.tiles()
+
+    def release(self, rows: RowSlice = None) -> None:
+        if rows is None:
+            self._file.release(self._tensor.offset, self._tensor.nbytes)
+
+
+def open_hbf(path: Path) -> Checkpoint:
+    """Opens a .hbf file; one without an architecture holds weights only. Raises FileFormatError and CheckpointError."""
+    with ExitStack() as stack:
+        file = stack.enter_context(NativeFile(path))
+        metadata = Metadata(file.metadata, path.name)
+        notes: list[str] = []
+        found = None
+        names = list(file.tensors)
+        if metadata.has("general.architecture"):
+            found = family(metadata.require("general.architecture", str), path.name)
+            metadata, notes = complete(found, metadata, file.tensors)
+            specs = bind(path, found, found.tensors(metadata), names)
+            for spec in specs:
+                check_shape(path, file.tensors[spec.name].shape, spec, spec.name)
+            names = [spec.name for spec in specs]
+        else:
+            notes = [f"{path.name} holds weights only, no architecture: it can be inspected and reported on, not run"]
+        return Checkpoint(
+            path,
+            "hbf",
+            metadata,
+            {name: NativeFileTensor(file, file.tensors[name]) for name in names},
+            family=found,
+            tokenizer=_tokenizer(path, metadata, file.metadata),
+            files=[path],
+            notes=notes,
+            prefetch=file.populate,
+            closing=stack.pop_all(),
+        )
+
+
+def _tokenizer(path: Path, metadata: Metadata, values: TypedValues) -> TokenizerFiles:
+    text: bytes | None = None
+    if TOKENIZER in values and values.type(TOKENIZER) is ValueType.STRING:
+        text = bytes(values.raw(TOKENIZER)[8:])  # behind its length; megabytes that need not become a str and bytes again
+    elif TOKENIZER in values:
+        metadata.require(TOKENIZER, str)
+    config: Any = {}
+    if metadata.has(TOKENIZER_CONFIG):
+        try:
+            config = json.loads(metadata.require(TOKENIZER_CONFIG, str))
+        except (ValueError, RecursionError):
+            config = None
+        if not isinstance(config, dict):
+            raise HeaderError(path, "must hold a JSON object", where=TOKENIZER_CONFIG)
+    return TokenizerFiles(text, config, chat_template(metadata), metadata)

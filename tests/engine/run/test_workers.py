@@ -1,0 +1,279 @@
+"""Threads that run plans: right results with any number of them, no processor time when idle, an end that always comes."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from halfbyte.engine.kernels.structs import ALWAYS, MANY
+from halfbyte.engine.plan.builder import StepState
+from halfbyte.engine.plan.plan import Plan, Section
+from halfbyte.engine.run import workers as module
+from halfbyte.engine.run.workers import ThreadsError, Workers, default_threads
+
+TOKENS, COLUMNS, ROWS = 24, 64, 61
+
+wait = pytest.fixture(params=["futex", "portable"])(lambda request, monkeypatch: set_wait(request.param, monkeypatch))
+
+
+def set_wait(name, monkeypatch):
+    if name == "portable":
+        monkeypatch.setenv("HALFBYTE_WAIT", "portable")
+    else:
+        monkeypatch.delenv("HALFBYTE_WAIT", raising=False)
+    return name
+
+
+class Reversing:
+    """A plan whose every row turns the order of the tokens around: each worker reads what others wrote in the row before."""
+
+    def __init__(self, barrier=ALWAYS):
+        self.plan, self.step = Plan(), StepState(TOKENS, 1)
+        self.step.ids[:] = np.arange(TOKENS)[::-1]
+        self.step.set(TOKENS)
+        self.buffers = [self.plan.buffer(f"b{i}", TOKENS * 4 * COLUMNS, 4 * COLUMNS) for i in range(ROWS + 1)]
+        for i in range(ROWS):
+            if i % 20 == 0:
+                self.plan.begin(f"part.{i // 20}")
+            self.plan.add(
+                "gather", barrier=barrier, step=self.step.address, x=self.buffers[i], x_stride=4 * COLUMNS, columns=COLUMNS,
+                out=self.buffers[i + 1],
+            )  # fmt: skip
+        self.plan.link()
+
+    def run(self, workers, **options):
+        """Runs on fresh numbers and returns (result, what it must be)."""
+        given = np.random.default_rng().standard_normal((TOKENS, COLUMNS)).astype(np.float32)
+        for buffer in self.buffers[1:]:
+            buffer.array[:] = 0xFF
+        self.buffers[0].floats(TOKENS)[:] = given
+        workers.run(self.plan, TOKENS, **options)
+        return self.buffers[ROWS].floats(TOKENS).copy(), given[::-1] if ROWS % 2 else given
+
+
+@pytest.fixture(scope="module")
+def reversing():
+    return Reversing()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_any_number_of_threads(count, wait, reversing):
+    """More than there are cores too: then they yield or sleep at every barrier."""
+    workers = Workers(count)
+    try:
+        for _ in range(10 if count > 2 else 100):
+            got, wanted = reversing.run(workers)
+            np.testing.assert_array_equal(got, wanted)
+    finally:
+        workers.close()
+
+
+def test_rows_that_meet_only_if_there_is_more_than_one_token():
+    many = Reversing(MANY)
+    workers = Workers(2)
+    for _ in range(50):
+        got, wanted = many.run(workers)
+        np.testing.assert_array_equal(got, wanted)
+    workers.close()
+
+
+def test_parked_workers_wake(wait, reversing):
+    workers = Workers(2)
+    for pause in (0.0, 0.001, 0.01, 0.3):
+        time.sleep(pause)
+        got, wanted = reversing.run(workers)
+        np.testing.assert_array_equal(got, wanted)
+    workers.close()
+
+
+def test_idle_workers_take_no_time(wait, reversing):
+    workers = Workers(4)
+    reversing.run(workers)
+    time.sleep(0.1)
+    before = time.process_time()
+    time.sleep(0.4)
+    assert time.process_time() - before < 0.1
+    workers.close()
+
+
+def test_closing(wait, reversing):
+    before = threading.active_count()
+    workers = Workers(3)
+    assert threading.active_count() == before + 2
+    reversing.run(workers)
+    workers.close()
+    assert threading.active_count() == before
+    workers.close()
+    with pytest.raises(ThreadsError, match="closed"):
+        reversing.run(workers)
+
+
+def test_closing_at_once(wait):
+    """Before a thread has come to its first wait."""
+    for _ in range(20):
+        Workers(3).close()
+
+
+def test_callers_in_many_threads_take_turns(reversing):
+    workers, wrong = Workers(2), []
+    plans = [reversing, Reversing(), Reversing()]
+
+    def call(plan):
+        for _ in range(30):
+            got, wanted = plan.run(workers)
+            wrong.extend([] if np.array_equal(got, wanted) else [1])
+
+    threads = [threading.Thread(target=call, args=(p,)) for p in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    workers.close()
+    assert not wrong
+
+
+def test_other_python_threads_go_on_meanwhile(reversing):
+    """A plan runs without the interpreter's lock."""
+    workers, ticks, done = Workers(1), [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    for _ in range(200):
+        reversing.run(workers)
+    done.set()
+    thread.join()
+    workers.close()
+    assert len(ticks) > 10
+
+
+@pytest.mark.parametrize("count", [0, -1, 513, 1.5, "2", float("nan")])
+def test_numbers_of_threads_that_cannot_be(count):
+    with pytest.raises(ThreadsError, match="between 1 and 512"):
+        Workers(count)
+
+
+def test_profile(reversing):
+    workers = Workers(2)
+    profile = np.zeros(ROWS + 1, np.int64)
+    reversing.run(workers, profile=profile)
+    assert (np.diff(profile) > 0).all()
+    kept = profile.copy()
+    reversing.run(workers)  # not asked for: not written
+    np.testing.assert_array_equal(profile, kept)
+    part = np.zeros(22, np.int64)
+    workers.run(reversing.plan, TOKENS, reversing.plan.sections["part.1"], part)
+    assert (part[:21] > 0).all() and part[21] == 0
+    for bad in (np.zeros(ROWS, np.int64), np.zeros(ROWS + 1, np.int32)):
+        with pytest.raises(ThreadsError, match="profile"):
+            workers.run(reversing.plan, TOKENS, profile=bad)
+    workers.close()
+
+
+def test_a_section_alone(reversing):
+    workers = Workers(2)
+    plan, buffers = reversing.plan, reversing.buffers
+    for buffer in buffers:
+        buffer.array[:] = 0
+    buffers[20].floats(TOKENS)[:] = 7
+    workers.run(plan, TOKENS, plan.sections["part.1"])
+    assert (buffers[40].floats(TOKENS) == 7).all() and (buffers[41].array == 0).all() and (buffers[19].array == 0).all()
+    workers.run(plan, TOKENS, Section(0, 0))  # nothing at all
+    workers.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs affinity masks")
+def test_the_caller_may_run_where_it_could_before(reversing):
+    before = os.sched_getaffinity(0)
+    workers = Workers(min(2, default_threads()))
+    reversing.run(workers)
+    assert os.sched_getaffinity(0) == before
+    workers.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or sys.platform == "darwin", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_and_does_not_hang(reversing):
+    workers = Workers(2)
+    reversing.run(workers)
+    child = os.fork()
+    if child == 0:
+        try:
+            reversing.run(workers)
+        except ThreadsError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    got, wanted = reversing.run(workers)
+    np.testing.assert_array_equal(got, wanted)
+    workers.close()
+
+
+class TestDefaultThreads:
+    """Files of the kernel, faked."""
+
+    @pytest.fixture
+    def machine(self, tmp_path, monkeypatch):
+        """A function: eight processors on four cores, the given affinity mask, and files by path."""
+
+        def make(allowed, files=None):
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed), raising=False)
+            monkeypatch.setattr(module, "Path", lambda path: Path(f"{tmp_path}/{path}"))
+            siblings = {f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list": f"{c % 4},{c % 4 + 4}\n" for c in range(8)}
+            for path, text in (siblings | (files or {})).items():
+                (tmp_path / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / path[1:]).write_text(text)
+            return default_threads()
+
+        return make
+
+    @pytest.mark.parametrize(("allowed", "cores"), [(range(8), 4), ([0, 4], 1), ([0, 1, 4, 5], 2), ([3], 1), (range(4), 4)])
+    def test_one_for_each_physical_core(self, machine, allowed, cores):
+        assert machine(allowed) == cores
+
+    def test_without_topology(self, monkeypatch):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {900, 901, 902}, raising=False)
+        monkeypatch.setattr(module, "_quota", lambda: None)
+        assert default_threads() == 3
+
+    def test_without_affinity(self, monkeypatch):
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: 6)
+        assert default_threads() == 6
+
+    @pytest.mark.parametrize(
+        ("quota", "threads"),
+        [
+            ("max 100000", 4), ("200000 100000", 2), ("250000 100000", 2), ("50000 100000", 1), ("800000 100000", 4),
+            ("", 4), ("0 0", 4), ("x y", 4),
+        ],
+    )  # fmt: skip
+    def test_a_quota(self, machine, quota, threads):
+        assert machine(range(8), {"/sys/fs/cgroup/cpu.max": quota + "\n"}) == threads
+
+    def test_the_tightest_quota_around(self, machine):
+        files = {
+            "/proc/self/cgroup": "0::/user.slice/job.scope\n",
+            "/sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n",
+            "/sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
+        }
+        assert machine(range(8), files) == 3
+        assert machine(range(8), {"/sys/fs/cgroup/user.slice/job.scope/cpu.max": "100000 100000\n"}) == 1
+
+    @pytest.mark.parametrize(("quota", "threads"), [("-1", 4), ("200000", 2), ("10000", 1)])
+    def test_version_1(self, machine, quota, threads):
+        """In a container the path is that of the host, and the files are at the root."""
+        files = {
+            "/proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n",
+            "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota + "\n",
+            "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        }
+        assert machine(range(8), files) == threads
