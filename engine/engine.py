@@ -23,7 +23,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 
-from ..formats.checkpoint import open_checkpoint
+from ..formats.opening import open_checkpoint
 from .model import Compute, Model, Report, TokenError, Work
 from .run.cache import Sequence
 from .text.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Every checkpoint seen one way: `open_checkpoint` reads a .hbf, a .gguf, a .safetensors or a Hugging Face folder.
+"""Every checkpoint seen one way, whatever file it came from (opening.py tells the kinds apart).
 
 Whatever the source, metadata keys and tensor names are GGUF's, the rotary rows of q and k lie in halves as Hugging Face has
 them, and norm weights are what they multiply by. See docs/architecture.md.
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .errors import FileFormatError, InputError, TensorError, some
+from .errors import FileFormatError, TensorError, some
 from .family import Family, TensorSpec
 from .metadata import CheckpointError, Metadata, MetadataTypeError, MissingKeyError
 from .tensor import Tensor
@@ -29,14 +29,12 @@ __all__ = [
     "Tensor",
     "TensorListError",
     "TokenizerFiles",
-    "open_checkpoint",
 ]
 
 EOS_IDS = "halfbyte.eos_token_ids"
 """Every token id that ends a text, where a checkpoint names several; `tokenizer.ggml.eos_token_id` is the first of them."""
 
 _GIB = 1 << 30
-_WEIGHT_ENDINGS = (".hbf", ".gguf", ".safetensors")
 
 
 class TensorListError(FileFormatError):
@@ -153,59 +151,6 @@ def model_name(path: Path) -> str:
     if len(parts) > 3 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
         return parts[-3].rsplit("--", 1)[-1]
     return path.name
-
-
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a checkpoint of any kind; what it is, is told by the first bytes of the file.
-
-    Raises FileFormatError (a file that is not what it promises, tensors that do not fit) or CheckpointError (a key that is missing
-    or not understood), both HalfbyteError; nothing else.
-    """
-    if not os.fspath(path):
-        raise InputError("''", "is no name of a file or folder")
-    target = Path(path)
-    if target.is_dir():
-        from .huggingface.folder import open_folder
-
-        return open_folder(target)
-    try:
-        if target.exists() and not target.is_file():  # opening a named pipe would wait for a writer that may never come
-            raise InputError(target, "is not a regular file; a file or a folder is needed here")
-        with open(target, "rb") as file:
-            magic = file.read(8)
-    except OSError as error:
-        from .mapped import why_not_opened
-
-        raise InputError(target, why_not_opened(error, target)) from None
-    except ValueError:
-        raise InputError(target, "cannot be opened: not a file name") from None
-    if magic[:4] in (b"GGUF", b"FUGG"):
-        from .gguf.checkpoint import open_gguf
-
-        return open_gguf(target)
-    if target.suffix == ".hbf" or _is_hbf(magic):
-        from .hbf.checkpoint import open_hbf
-
-        return open_hbf(target)
-    if target.suffix == ".gguf":
-        from .gguf.checkpoint import open_gguf
-
-        return open_gguf(target)  # says what is wrong with it
-    if target.suffix == ".safetensors" or magic[8:9] == b"{":
-        from .huggingface.folder import open_file
-
-        return open_file(target)
-    if target.suffix in (".bin", ".pt", ".pth", ".ckpt"):
-        raise InputError(target, "a PyTorch pickle, which can run code when it is read; convert it to safetensors first")
-    if target.name == "config.json" or target.name.endswith(".safetensors.index.json"):
-        raise InputError(target, "part of a checkpoint; name the folder that it lies in")
-    raise InputError(target, f"not a checkpoint: expected one of {', '.join(_WEIGHT_ENDINGS)} or a Hugging Face folder")
-
-
-def _is_hbf(magic: bytes) -> bool:
-    from .hbf.header import MAGIC
-
-    return magic.startswith(MAGIC)
 
 
 def bind(

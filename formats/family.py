@@ -1,21 +1,17 @@
 """What a family of checkpoints is: how its Hugging Face config and tensor names map to GGUF's, which tensors it has.
 
 A family is one module in `formats/families`, named after GGUF's architecture, that holds an instance called FAMILY. It is found by
-that name, or through the entry point group `halfbyte.families`; nothing else lists the families.
+that name, or through the entry point group `halfbyte.families` (families/__init__.py); nothing else lists the families.
 """
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from .errors import printable
 from .metadata import CheckpointError, Metadata
 from .tensor import Tensor
 
@@ -115,58 +111,3 @@ def interleave_order(heads: int, rows: int) -> np.ndarray:
     """int64[rows]: row i of the interleaved order is row order[i] of the half order; the inverse of `rotary_order`."""
     size = rows // heads
     return np.arange(rows).reshape(heads, 2, size // 2).swapaxes(1, 2).reshape(rows)
-
-
-def family(architecture: str, source: str) -> Family:
-    """The family of a GGUF architecture. `source` names the file for the error.
-
-    Raises UnsupportedArchitectureError.
-    """
-    found = _load(architecture)
-    if found is None:
-        raise _unsupported(source, f"architecture {printable(architecture, 60)!r}")
-    return found
-
-
-def family_of_model_type(model_type: str, source: str) -> Family:
-    """The family of config.json's model_type. Raises UnsupportedArchitectureError."""
-    # The module of that name first: it saves importing all the others.
-    for name in (model_type, *family_names()):
-        found = _load(name)
-        if found is not None and model_type in found.model_types:
-            return found
-    raise _unsupported(source, f"model_type {printable(model_type, 60)!r}")
-
-
-def _unsupported(source: str, what: str) -> UnsupportedArchitectureError:
-    found = [one for one in map(_load, family_names()) if one is not None]
-    known = sorted({kind for one in found for kind in (one.name, *one.model_types)})
-    return UnsupportedArchitectureError(f"{source}: {what} is not supported; supported are {', '.join(known)}")
-
-
-def family_names() -> tuple[str, ...]:
-    """Architectures that a family is known for: the modules of `formats/families`, then other packages' entry points."""
-    from importlib.metadata import entry_points
-
-    ours = _own_names()
-    return (*ours, *(point.name for point in entry_points(group="halfbyte.families") if point.name not in ours))
-
-
-@cache
-def _own_names() -> tuple[str, ...]:
-    from . import families
-
-    return tuple(module.name for module in pkgutil.iter_modules(families.__path__) if not module.name.startswith("_"))
-
-
-@cache
-def _load(name: str) -> Family | None:
-    if name in _own_names():
-        return importlib.import_module(f".families.{name}", __package__).FAMILY
-    # Reading the entry points of all installed packages takes milliseconds: only for names that are not ours.
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group="halfbyte.families"):
-        if point.name == name:
-            return point.load()
-    return None

@@ -12,21 +12,20 @@ import numpy as np
 
 from ..quant.errors import HalfbyteError
 from ..quant.scales import check_finite
-from .checkpoint import open_checkpoint
 from .errors import InputError
+from .file_keys import LAYOUT
 from .gguf.reader import GGUFFile
 from .gguf.values import TypedValues
 from .hbf.reader import NativeFile
 from .huggingface.folder import CONFIG
 from .json_file import is_there, read_object
 from .mapped import MappedFile
+from .opening import open_checkpoint
 from .safetensors.reader import SafetensorsFolder
 
 LONG_LIST, LONG_TEXT = 64, 16384
 """Longer lists and texts are told by their length and beginning."""
 _CHUNK = 1 << 20
-_LAYOUT = ("halfbyte.tensor.", "halfbyte.formats", "halfbyte.methods", "halfbyte.sources")
-"""Keys of a .hbf that say what the list of tensors says better."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def _inspection(path: Path, file: GGUFFile | NativeFile | SafetensorsFolder) -> 
             notes=list(file.notes),
         )
     values = file.metadata
-    metadata = {key: _value(values, key) for key in values if not key.startswith(_LAYOUT)}
+    metadata = {key: _value(values, key) for key in values if key not in LAYOUT}  # which the list of tensors says better
     kind = metadata.get("general.architecture")
     architecture = kind if isinstance(kind, str) else None
     if isinstance(file, GGUFFile):

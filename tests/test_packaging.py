@@ -62,7 +62,7 @@ def test_the_wheel_holds_every_module_and_no_test(tmp_path):
     assert {name for name in names if name.endswith(".py")} == modules
     assert any(name.endswith("LICENSE") for name in names)
     assert "halfbyte/py.typed" in names
-    assert "halfbyte/tools/data/austen.txt" in names  # the text that qreport measures on
+    assert "halfbyte/engine/measure/data/austen.txt" in names  # the text that qreport measures on
     assert "halfbyte/engine/convert/data/calibration.txt" in names  # the text that models are calibrated on
     assert {name.split("/")[0] for name in names} == {"halfbyte", f"halfbyte-{halfbyte.__version__}.dist-info"}
 

@@ -57,7 +57,7 @@ def _main(argv: Sequence[str] | None) -> int:
     arguments = parser().parse_args(argv)
     check_ranges(arguments, (("tokens", 1, _MOST_TOKENS), ("chunk", 4, 1 << 20), ("threads", 1, 512)))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ..formats.checkpoint import open_checkpoint
+    from ..formats.opening import open_checkpoint
     from ..formats.sources import resolve_source
     from .terminal.display import note
 

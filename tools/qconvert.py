@@ -101,7 +101,7 @@ def qconvert(
 ) -> None:
     """Convert a checkpoint to a quantized file."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads are ours: before NumPy is imported
-    from ..formats.checkpoint import open_checkpoint
+    from ..formats.opening import open_checkpoint
     from ..formats.sources import resolve_source
     from .convert.task import Wishes, make_task
     from .terminal.display import note
@@ -156,7 +156,7 @@ def _run(
         return convert_by_inputs(checkpoint, target, task.recipe, text, threads, allow_nonfinite), None
     with waiting_file(target) as path:
         first = convert_by_inputs(checkpoint, path, task.recipe, text, threads, allow_nonfinite)
-        from ..formats.checkpoint import open_checkpoint
+        from ..formats.opening import open_checkpoint
 
         with open_checkpoint(path) as quantized:
             result = _convert(quantized, target, to, None, threads, allow_nonfinite)

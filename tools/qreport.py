@@ -18,9 +18,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..engine.measure.built_in_text import BUILT_IN_TEXT, TOKENS
 from .terminal.command_line import Parser, check_ranges
 from .terminal.console import UsageError, run
 from .terminal.stages import Rate, stages, token_rate
@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from ..formats.checkpoint import Checkpoint
     from .report.data import Sensitivity, Speed
 
-BUILT_IN_TEXT = Path(__file__).with_name("data") / "austen.txt"
-"""Passages of Emma, Mansfield Park and Northanger Abbey (Jane Austen, 1814 to 1817), in the public domain."""
-
-TOKENS = 5120
 SENSITIVITY_TOKENS, SENSITIVITY_CHUNK = 1024, 256
 """Fewer, because the work grows with the number of matrices."""
 _MOST_TOKENS = 1 << 26
@@ -80,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     arguments = _arguments(argv)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ..formats.checkpoint import open_checkpoint
+    from ..formats.opening import open_checkpoint
     from ..formats.sources import resolve_source
     from .terminal.display import note
 

@@ -19,6 +19,7 @@ import numpy as np
 from ... import __version__
 from ...quant.block import get_format
 from ..checkpoint import Checkpoint, model_name
+from ..file_keys import describes_file
 from ..hbf.checkpoint import TOKENIZER_CONFIG
 from ..hbf.header import TOKENIZER
 from ..hbf.writer import NativeWriter
@@ -258,7 +259,7 @@ def native_metadata(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Any]:
     skipped = ("general.alignment", "general.file_type", "general.quantization_version", "split.")
     keys: dict[str, Any] = {}
     for key in checkpoint.metadata:
-        if not key.startswith(skipped) and not _describes_file(key):
+        if not key.startswith(skipped) and not describes_file(key):
             keys[key] = checkpoint.metadata[key]
     tokenizer = checkpoint.tokenizer
     if tokenizer.json is not None:
@@ -285,12 +286,6 @@ def source_keys(checkpoint: Checkpoint, digests: Sequence[str]) -> dict[str, Any
         "halfbyte.source.bytes": np.array([file.stat().st_size for file in checkpoint.files], np.uint64),
         "halfbyte.source.sha256": list(digests),
     }
-
-
-def _describes_file(key: str) -> bool:
-    """True for keys that say how one .hbf file is laid out, or where it came from: a new file has its own."""
-    own = ("halfbyte.tensor.", "halfbyte.source.", "halfbyte.packed.", "halfbyte.calibration")
-    return key.startswith(own) or key in ("halfbyte.formats", "halfbyte.methods", "halfbyte.sources", "halfbyte.version", "halfbyte.recipe")
 
 
 @contextmanager

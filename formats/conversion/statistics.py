@@ -125,21 +125,6 @@ class Statistics:
         self.close()
 
 
-def open_statistics(path: str | os.PathLike[str]) -> Statistics:
-    """Opens a calibration file, or an imatrix file of llama.cpp's (GGUF, or the older .dat), told apart by their first bytes.
-
-    Raises FileFormatError and its subclasses.
-    """
-    from ..mapped import MappedFile
-    from .imatrix import read_imatrix
-
-    with MappedFile(path) as file:
-        head = file.bytes[:9].tobytes()
-    if len(head) == 9 and head[8:] == b"{":
-        return CalibrationFile(path)
-    return read_imatrix(path)
-
-
 class CalibrationFile(Statistics):
     """Statistics in a file of our own. Sums are read at once, Gram matrices when they are asked for."""
 

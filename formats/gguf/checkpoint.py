@@ -7,10 +7,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ..chat_template import template_of
 from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape
 from ..decoder import EMBEDDING
 from ..errors import InputError, UnknownTypeError, printable
-from ..family import Family, TensorSpec, family, rotary_order
+from ..families import family
+from ..family import Family, TensorSpec, rotary_order
 from ..metadata import Metadata
 from ..tensor import RowsTensor, Tensor
 from .reader import GGUFFile
@@ -35,7 +37,7 @@ def open_gguf(path: Path) -> Checkpoint:
             values,
             {spec.name: _tensor(file, found, spec) for spec in specs},
             family=found,
-            tokenizer=TokenizerFiles(chat_template=chat_template(values), gguf=values),
+            tokenizer=TokenizerFiles(chat_template=template_of(values), gguf=values),
             files=[path],
             notes=notes,
             closing=stack.pop_all(),
@@ -64,16 +66,3 @@ def complete(found: Family, metadata: Metadata, tensors: Mapping[str, Any]) -> t
         ids = [metadata.count(f"tokenizer.ggml.{name}_token_id", low=0, default=None) for name in ("eos", "eot", "eom")]
         added[EOS_IDS] = list(dict.fromkeys(number for number in ids if number is not None))
     return metadata.updated(added), notes
-
-
-def chat_template(metadata: Metadata) -> str | dict[str, str] | None:
-    """The chat template, or the templates by name, among GGUF's keys."""
-    template: str | None = metadata.get("tokenizer.chat_template", None, str)
-    named = {}
-    for name in metadata.get("tokenizer.chat_templates", [], list):
-        text = metadata.get(f"tokenizer.chat_template.{name}", None, str)
-        if text is not None:
-            named[str(name)] = text
-    if not named:
-        return template
-    return named if template is None else {"default": template, **named}

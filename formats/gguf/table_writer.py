@@ -15,7 +15,7 @@ import numpy as np
 
 from ..atomic import OutputFile, atomic_file
 from ..errors import OutputError, printable, some
-from ..hbf.header import OWN
+from ..file_keys import LAYOUT
 from .values import (
     ALIGNMENT,
     MAX_KEYS,
@@ -97,7 +97,7 @@ class TableWriter(ABC):
         Those that describe the file they come from and not the model are left out: general.alignment, how a .hbf is laid out.
         """
         for key in source if keys is None else keys:
-            if key != ALIGNMENT and key not in OWN:
+            if key != ALIGNMENT and key not in LAYOUT:
                 self._put(key, source.type(key), source.raw(key))
 
     def add_all(self, values: Mapping[str, Any]) -> None:

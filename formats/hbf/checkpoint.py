@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ..chat_template import template_of
 from ..checkpoint import Checkpoint, TokenizerFiles, bind, check_shape
 from ..errors import HeaderError
-from ..family import family
-from ..gguf.checkpoint import chat_template, complete
+from ..families import family
+from ..gguf.checkpoint import complete
 from ..gguf.values import TypedValues, ValueType
 from ..metadata import Metadata
 from ..tensor import RowSlice, Tensor
@@ -93,4 +94,4 @@ def _tokenizer(path: Path, metadata: Metadata, values: TypedValues) -> Tokenizer
             config = None
         if not isinstance(config, dict):
             raise HeaderError(path, "must hold a JSON object", where=TOKENIZER_CONFIG)
-    return TokenizerFiles(text, config, chat_template(metadata), metadata)
+    return TokenizerFiles(text, config, template_of(metadata), metadata)

@@ -15,20 +15,6 @@ HEADER = struct.Struct("<4sIQQQQQI12x")
 CHECKSUM_AT = 48
 """Where in the header the CRC-32 stands; it counts as four zeros when it is computed."""
 
-PACKED = "halfbyte.packed."
-FORMATS = "halfbyte.formats"
-METHODS = "halfbyte.methods"
-SOURCES = "halfbyte.sources"
-BYTES = "halfbyte.tensor.bytes"
-CHECKSUM = "halfbyte.tensor.checksum"
-COSINE = "halfbyte.tensor.cosine"
-NMSE = "halfbyte.tensor.nmse"
-METHOD = "halfbyte.tensor.method"
-SOURCE = "halfbyte.tensor.source"
-
-OWN = frozenset({FORMATS, METHODS, SOURCES, BYTES, CHECKSUM, COSINE, NMSE, METHOD, SOURCE})
-"""Keys that the writer makes itself; they describe one file and are not copied from it."""
-
 TOKENIZER = "tokenizer.huggingface.json"
 CHAT_TEMPLATE = "tokenizer.chat_template"
 

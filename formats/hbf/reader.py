@@ -15,6 +15,7 @@ import numpy as np
 
 from ...quant.block import ROWS, BlockFormat, get_format
 from ...quant.errors import FormatError
+from .. import file_keys
 from ..errors import (
     ChecksumError,
     HeaderError,
@@ -195,27 +196,27 @@ class NativeFile(MappedFile):
         if cursor.position != head_bytes:
             raise HeaderError(path, f"the head ends here, not at byte {head_bytes}", where="header", offset=cursor.position)
         self._read_tensors(table)
-        self.metadata.unpack(layout.PACKED)
+        self.metadata.unpack(file_keys.PACKED)
 
     def _read_tensors(self, table: list[TableEntry]) -> None:
-        self.formats = self._strings(layout.FORMATS)
+        self.formats = self._strings(file_keys.FORMATS)
         for name in self.formats:
             if not name.isprintable() or not 0 < len(name) <= 64:
                 problem = f"'{printable(name, 40)}' cannot be the name of a block format"
-                raise HeaderError(self.path, problem, where=layout.FORMATS)
-        methods, sources = self._strings(layout.METHODS), self._strings(layout.SOURCES)
+                raise HeaderError(self.path, problem, where=file_keys.FORMATS)
+        methods, sources = self._strings(file_keys.METHODS), self._strings(file_keys.SOURCES)
         count = len(table)
-        sizes = self._numbers(layout.BYTES, ValueType.U64, count)
-        checksums = self._numbers(layout.CHECKSUM, ValueType.U32, count)
-        cosines = self._numbers(layout.COSINE, ValueType.F32, count)
-        errors = self._numbers(layout.NMSE, ValueType.F32, count)
-        method = self._indices(layout.METHOD, count, methods)
-        source = self._indices(layout.SOURCE, count, sources)
+        sizes = self._numbers(file_keys.BYTES, ValueType.U64, count)
+        checksums = self._numbers(file_keys.CHECKSUM, ValueType.U32, count)
+        cosines = self._numbers(file_keys.COSINE, ValueType.F32, count)
+        errors = self._numbers(file_keys.NMSE, ValueType.F32, count)
+        method = self._indices(file_keys.METHOD, count, methods)
+        source = self._indices(file_keys.SOURCE, count, sources)
         known = [_format(name) for name in self.formats]
         self.tensors: dict[str, NativeTensor] = {}
         for number, entry in enumerate(table):
             if entry.type >= len(self.formats):
-                problem = f"format number {entry.type}, of which {layout.FORMATS} has {len(self.formats)}"
+                problem = f"format number {entry.type}, of which {file_keys.FORMATS} has {len(self.formats)}"
                 raise UnknownTypeError(self.path, problem, where=entry.name, offset=entry.at)
             recorded = {
                 "checksum": checksums[number],
@@ -244,7 +245,7 @@ class NativeFile(MappedFile):
         else:
             needed = nbytes  # a format of a package that is not installed: its tensors can be listed and verified, not read
         if needed != nbytes:
-            problem = f"shape {list(shape)} in {printable(name, 40)} takes {needed} bytes, {layout.BYTES} has {nbytes}"
+            problem = f"shape {list(shape)} in {printable(name, 40)} takes {needed} bytes, {file_keys.BYTES} has {nbytes}"
             raise TensorError(self.path, problem, where=entry.name, offset=entry.at)
 
     def _strings(self, key: str) -> list[str]:

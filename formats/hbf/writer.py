@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...quant.block import get_format
+from .. import file_keys
 from ..errors import OutputError, printable
 from ..gguf.table_writer import Declared, Pieces, TableWriter
 from ..gguf.values import ValueType, encode_entry, encode_value
@@ -91,13 +92,13 @@ class NativeWriter(TableWriter):
             super()._before_data(what)
 
     def _put(self, key: str, type: ValueType, encoded: bytes | memoryview) -> None:
-        if key in layout.OWN or key.startswith(layout.PACKED):
+        if key in file_keys.LAYOUT or key.startswith(file_keys.PACKED):
             raise OutputError(self.path, f"metadata key {printable(key, 80)} is one that the writer makes itself")
         if type is ValueType.ARRAY:
             item, count = struct.unpack_from("<IQ", encoded)
             if item == ValueType.STRING and count >= _PACK_FROM:
                 head = struct.pack("<IQ", ValueType.U8, len(encoded))
-                key, encoded = layout.PACKED + key, b"".join((head, encoded))
+                key, encoded = file_keys.PACKED + key, b"".join((head, encoded))
         super()._put(key, type, encoded)
 
     def _own_entries(self) -> bytes:
@@ -108,15 +109,15 @@ class NativeWriter(TableWriter):
         sources = [self._sources[tensor.name] for tensor in tensors]
         method_names, source_names = list(dict.fromkeys(methods)), list(dict.fromkeys(sources))
         arrays: list[tuple[str, Any, ValueType]] = [
-            (layout.FORMATS, self._formats, ValueType.STRING),
-            (layout.METHODS, method_names, ValueType.STRING),
-            (layout.SOURCES, source_names, ValueType.STRING),
-            (layout.BYTES, [tensor.nbytes for tensor in tensors], ValueType.U64),
-            (layout.CHECKSUM, [record.get("checksum", 0) for record in records], ValueType.U32),
-            (layout.COSINE, [_measure(record.get("cosine")) for record in records], ValueType.F32),
-            (layout.NMSE, [_measure(record.get("nmse")) for record in records], ValueType.F32),
-            (layout.METHOD, [method_names.index(method) for method in methods], ValueType.U32),
-            (layout.SOURCE, [source_names.index(source) for source in sources], ValueType.U32),
+            (file_keys.FORMATS, self._formats, ValueType.STRING),
+            (file_keys.METHODS, method_names, ValueType.STRING),
+            (file_keys.SOURCES, source_names, ValueType.STRING),
+            (file_keys.BYTES, [tensor.nbytes for tensor in tensors], ValueType.U64),
+            (file_keys.CHECKSUM, [record.get("checksum", 0) for record in records], ValueType.U32),
+            (file_keys.COSINE, [_measure(record.get("cosine")) for record in records], ValueType.F32),
+            (file_keys.NMSE, [_measure(record.get("nmse")) for record in records], ValueType.F32),
+            (file_keys.METHOD, [method_names.index(method) for method in methods], ValueType.U32),
+            (file_keys.SOURCE, [source_names.index(source) for source in sources], ValueType.U32),
         ]
         encoded = [encode_entry(key, ValueType.ARRAY, encode_value(ValueType.ARRAY, value, item)) for key, value, item in arrays]
         self._own_count = len(encoded)

@@ -6,10 +6,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from ..chat_template import template_keys, writable
 from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape, model_name
 from ..decoder import EMBEDDING, HEAD
 from ..errors import HeaderError, InputError, printable, some
-from ..family import Family, TensorSpec, family_of_model_type
+from ..families import family_of_model_type
+from ..family import Family, TensorSpec
 from ..json_file import is_there, read_bytes, read_object
 from ..metadata import Metadata
 from ..safetensors.reader import read_index
@@ -142,7 +144,7 @@ def settle_head(tensors: dict[str, Tensor], tied: bool | None) -> list[str]:
 
 def _more_keys(folder: Path, config: Metadata) -> dict[str, Any]:
     """GGUF's keys on names, special tokens and sampling."""
-    keys: dict[str, Any] = {"general.name": _clean(model_name(folder))}
+    keys: dict[str, Any] = {"general.name": writable(model_name(folder))}
     generation: Metadata = Metadata({}, GENERATION)
     if is_there(folder / GENERATION):
         generation = Metadata(read_object(folder / GENERATION), GENERATION)
@@ -213,25 +215,8 @@ def chat_template(folder: Path, config: dict[str, Any]) -> str | dict[str, str] 
     return named["default"] if list(named) == ["default"] else named
 
 
-def template_keys(template: str | dict[str, str] | None) -> dict[str, Any]:
-    """GGUF's keys for chat templates."""
-    if template is None:
-        return {}
-    if isinstance(template, str):
-        return {"tokenizer.chat_template": _clean(template)}
-    keys: dict[str, Any] = {"tokenizer.chat_templates": [_clean(name) for name in template if name != "default"]}
-    for name, text in template.items():
-        keys["tokenizer.chat_template" if name == "default" else f"tokenizer.chat_template.{_clean(name)}"] = _clean(text)
-    return keys
-
-
 def _text(path: Path) -> str:
     try:
         return read_bytes(path, 1 << 24).decode()
     except UnicodeDecodeError:
         raise HeaderError(path, "is not UTF-8") from None
-
-
-def _clean(text: str) -> str:
-    """The text without lone surrogates, which JSON can spell and UTF-8 cannot."""
-    return text.encode("utf-8", "replace").decode()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ...quant.errors import HalfbyteError
 from ..errors import printable, some
-from ..sources import resolve_source
 
 PATTERNS = ("*.json", "*.jinja", "*.safetensors", "additional_chat_templates/*")
 SKIPPED = ("consolidated*.safetensors", "*/*.safetensors", "onnx/*", "runs/*")
@@ -85,6 +84,3 @@ def _status(error: BaseException | None) -> int | None:
             return status
         error = error.__cause__ or error.__context__
     return None
-
-
-__all__ = ["HubError", "fetch_model", "resolve_source"]

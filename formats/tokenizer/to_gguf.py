@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ..chat_template import template_keys
 from ..errors import printable
 from .from_gguf import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, USER_DEFINED, dumps, from_gguf
 from .pretokenizers import TokenizerError, name_of
@@ -65,8 +66,6 @@ def gguf_keys(
     except (TypeError, AttributeError, LookupError) as error:  # JSON, but not of the kind that it should be
         raise TokenizerError(f"tokenizer.json: not understood: {printable(error)}") from error
     if chat_template:
-        from ..huggingface.folder import template_keys
-
         keys |= template_keys(chat_template)
     _check(tokenizer_json, keys)
     return keys

@@ -15,9 +15,9 @@ from halfbyte.engine.kernels.structs import PAGE
 from halfbyte.engine.model import ContextError, ModelError, TokenError
 from halfbyte.engine.run.cache import CacheFullError, PagedCache, Sequence
 from halfbyte.engine.run.workers import ThreadsError
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.errors import HalfbyteError
 from support import tiny
 

@@ -9,9 +9,9 @@ from halfbyte.engine.kernels.structs import SPLIT
 from halfbyte.engine.model import STEP_OUTPUTS, STEP_SEQUENCES, Model, Work
 from halfbyte.engine.plan.builder import split_sequences
 from halfbyte.engine.run.cache import Sequence
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.block import BUILT_IN
 from support import ORACLES
 

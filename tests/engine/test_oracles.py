@@ -6,9 +6,9 @@ import pytest
 
 from halfbyte.engine.model import Model, Work
 from halfbyte.engine.run.cache import Sequence
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from support import ORACLES
 
 NAMES = sorted(p.name for p in ORACLES.iterdir() if (p / "ref.npz").exists())

@@ -3,11 +3,12 @@
 
 import pytest
 
-from halfbyte.formats.checkpoint import TensorListError, open_checkpoint
+from halfbyte.formats.checkpoint import TensorListError
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
 from halfbyte.formats.family import UnsupportedFeatureError
 from halfbyte.formats.metadata import MetadataTypeError
+from halfbyte.formats.opening import open_checkpoint
 from support import tiny
 
 BIASED = tiny.weights(tiny.llama_config(attention_bias=True))

@@ -10,11 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from halfbyte.formats.checkpoint import MissingKeyError, TensorListError, open_checkpoint
+from halfbyte.formats.checkpoint import MissingKeyError, TensorListError
 from halfbyte.formats.errors import FileFormatError, InputError, MissingTensorsError
 from halfbyte.formats.family import UnsupportedArchitectureError, UnsupportedFeatureError
 from halfbyte.formats.huggingface.weights import AlreadyQuantizedError
 from halfbyte.formats.metadata import MetadataTypeError
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.formats.rope import UnsupportedRopeError
 from halfbyte.quant.errors import HalfbyteError
 from support import tiny

@@ -17,7 +17,8 @@ from halfbyte.formats.gguf.reader import GGUFFile
 from halfbyte.formats.gguf.values import TypedValues
 from halfbyte.formats.gguf.writer import GGUFWriter
 from halfbyte.formats.hbf import header as native_layout
-from halfbyte.formats.hbf.native import NativeFile, NativeWriter
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.formats.safetensors.reader import SafetensorsFile, SafetensorsFolder
 from halfbyte.formats.safetensors.writer import SafetensorsWriter
 from halfbyte.quant.block import get_format

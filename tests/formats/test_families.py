@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from halfbyte.formats import family as family_module
 from halfbyte.formats import rope
-from halfbyte.formats.checkpoint import open_checkpoint
-from halfbyte.formats.family import family, family_of_model_type, interleave_order, rotary_order
+from halfbyte.formats.families import family, family_of_model_type
+from halfbyte.formats.family import interleave_order, rotary_order
 from halfbyte.formats.metadata import Metadata, MetadataTypeError, MissingKeyError
+from halfbyte.formats.opening import open_checkpoint
 from support import tiny
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

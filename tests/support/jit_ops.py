@@ -189,7 +189,7 @@ def model_logits(path):
     """Logits of a prompt and of tokens one by one, with two workers."""
     from halfbyte.engine.model import Model, Work
     from halfbyte.engine.run.cache import Sequence
-    from halfbyte.formats.checkpoint import open_checkpoint
+    from halfbyte.formats.opening import open_checkpoint
 
     with open_checkpoint(path) as checkpoint:
         model = Model(checkpoint, threads=2)

@@ -4,7 +4,7 @@
 import numpy as np
 
 from halfbyte.formats.hbf import header as layout
-from halfbyte.formats.hbf.native import NativeWriter
+from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.quant.block import format_names, get_format
 
 TOKENS = ["<s>", "a", "", "é", "x" * 400] * 400

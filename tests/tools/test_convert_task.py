@@ -13,9 +13,9 @@ from safetensors.numpy import save_file
 from halfbyte.engine.convert.calibration_text import BLEND, TOKENS, blended_tokens, built_in_text, calibration_tokens
 from halfbyte.engine.convert.mix import Goal
 from halfbyte.engine.convert.time_estimate import expected_seconds
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe, RecipeError
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.errors import FormatError, HalfbyteError
 from halfbyte.tools.convert.calibrated import Text, duration, holds_statistics
 from halfbyte.tools.convert.task import BITS, Wishes, goal_label, make_task, parse_size

@@ -20,10 +20,10 @@ import pytest
 from halfbyte import Engine
 from halfbyte.engine import engine as engine_module
 from halfbyte.engine.generate.sampler import SamplingParams
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
 from halfbyte.formats.errors import InputError
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools import qcompare
 from halfbyte.tools.compare import answers as compare_answers
 from halfbyte.tools.compare.answers import Answer, LogitFile

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from halfbyte.engine.measure.report import make_report
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.recipe_file import read_recipe
-from halfbyte.formats.hbf.native import NativeFile
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools import qconvert, qinspect
 from support import tiny
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
-from halfbyte.formats.hbf.native import NativeFile
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools.qinspect import main
 from support import tiny
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools import qreport
 from halfbyte.tools.report.svg import Plot, label_of, round_steps
 from halfbyte.tools.terminal.stages import stages, token_rate

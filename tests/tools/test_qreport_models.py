@@ -14,9 +14,9 @@ import pytest
 from halfbyte.engine.measure import benchmark
 from halfbyte.engine.measure.evaluation_text import evaluation_tokens
 from halfbyte.engine.measure.sensitivity import measure_sensitivities
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools import qreport
 from halfbyte.tools.report.methods import method_cells, method_shares
 from halfbyte.tools.report.models import front, labels

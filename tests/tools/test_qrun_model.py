@@ -40,9 +40,9 @@ def test_numpy_starts_no_blas_threads():
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny random model as .hbf, so that a second start finds all its kernels ready."""
-    from halfbyte.formats.checkpoint import open_checkpoint
     from halfbyte.formats.conversion.convert import convert
     from halfbyte.formats.conversion.recipe import Recipe
+    from halfbyte.formats.opening import open_checkpoint
 
     folder = tmp_path_factory.mktemp("qrun")
     tiny.write_folder(folder / "model", tiny.llama_config(max_position_embeddings=256))

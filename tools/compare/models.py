@@ -16,10 +16,11 @@ from ...engine.model import architecture
 from ...engine.run.rope import longest_context
 from ...engine.text.template import ChatTemplate, TemplateError
 from ...engine.text.tokenizer import Tokenizer
-from ...formats.checkpoint import Checkpoint, model_name, open_checkpoint
+from ...formats.checkpoint import Checkpoint, model_name
 from ...formats.conversion.convert import inputs
 from ...formats.decoder import Dimensions
 from ...formats.errors import printable
+from ...formats.opening import open_checkpoint
 from ...quant.errors import HalfbyteError
 from ..terminal.console import UsageError
 from .prompts import Prompt

@@ -77,7 +77,8 @@ def convert_by_inputs(
     from ..terminal.stages import stages
 
     if text.source is not None and holds_statistics(text.source):
-        from ...formats.conversion.statistics import fingerprint, open_statistics
+        from ...formats.conversion.open_statistics import open_statistics
+        from ...formats.conversion.statistics import fingerprint
         from ..terminal.display import note
 
         source = text.source
@@ -121,9 +122,9 @@ def convert_mixed(
     texts, notes, about = text.read(checkpoint)
     ids, chunk = None, 512
     if goal.kl is not None:
+        from ...engine.measure.built_in_text import BUILT_IN_TEXT, TOKENS
         from ...engine.measure.evaluation_text import evaluation_tokens
         from ...engine.run.rope import longest_context
-        from ..qreport import BUILT_IN_TEXT, TOKENS
         from ..terminal.text_file import read_text
 
         assert checkpoint.architecture is not None

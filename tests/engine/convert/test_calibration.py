@@ -16,10 +16,10 @@ from halfbyte.engine.convert.calibration_text import TOKENS, built_in_text, cali
 from halfbyte.engine.convert.input_sums import Moments, flush, read_panels
 from halfbyte.engine.kernels.structs import panel_bytes
 from halfbyte.engine.measure import streaming
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
+from halfbyte.formats.conversion.open_statistics import open_statistics
 from halfbyte.formats.conversion.recipe import Recipe
-from halfbyte.formats.conversion.statistics import open_statistics
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools import qcalibrate
 from support import DATA, ORACLES, ROOT, tiny
 
@@ -269,7 +269,7 @@ def test_the_built_in_text():
     text = built_in_text()
     assert 100_000 < len(text.encode()) < 200_000 and "�" not in text
     words = " ".join(text.split())
-    report = " ".join((ROOT / "tools/data/austen.txt").read_text("utf-8").split())
+    report = " ".join((ROOT / "engine/measure/data/austen.txt").read_text("utf-8").split())
     windows = {report[i : i + 30] for i in range(len(report) - 30)}
     assert not any(words[i : i + 30] in windows for i in range(len(words) - 30))
     for kind in ("Alice", "ORLANDO", "def ", "User: ", "disobedience"):

@@ -12,13 +12,13 @@ import pytest
 
 from halfbyte.engine.convert.calibration import CalibrationError, calibrate
 from halfbyte.engine.convert.feedback import convert_with_statistics, convert_with_text
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe, RecipeError
 from halfbyte.formats.conversion.recipe_file import read_recipe, write_recipe
 from halfbyte.formats.conversion.statistics import ColumnSums, Statistics
 from halfbyte.formats.errors import FileFormatError
-from halfbyte.formats.hbf.native import NativeFile
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import FormatError, HalfbyteError
 from halfbyte.quant.methods import TIED_DAMPING, Inputs, quantize

@@ -14,12 +14,12 @@ from halfbyte.engine.convert.mix import LADDER, Goal, candidate_formats, convert
 from halfbyte.engine.convert.quantize_tensor import TensorQuantizer
 from halfbyte.engine.measure.report import make_report
 from halfbyte.engine.measure.sensitivity import measure_sensitivities
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe, RecipeError, patterns
 from halfbyte.formats.conversion.tile_store import TileStore
 from halfbyte.formats.errors import OutputError
-from halfbyte.formats.hbf.native import NativeFile
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.formats.tensor import ArrayTensor
 from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import NonFiniteError

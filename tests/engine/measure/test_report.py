@@ -13,9 +13,9 @@ from halfbyte.engine.measure.report import _DistanceMeter, make_report, make_rep
 from halfbyte.engine.measure.streaming import StreamedModel, StreamedWeights, load
 from halfbyte.engine.model import ModelError
 from halfbyte.engine.run.workers import Workers
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.measures import TokenMeter, scored_positions
 from support import tiny
 

@@ -10,9 +10,9 @@ from halfbyte.engine.measure.report import make_report
 from halfbyte.engine.measure.sensitivity import CHUNK, Probes, measure_sensitivities, probing_tokens
 from halfbyte.engine.model import Model, Work
 from halfbyte.engine.run.cache import Sequence
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.formats.tensor import ArrayTensor
 from halfbyte.quant.block import get_format
 from support import tiny

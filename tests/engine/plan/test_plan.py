@@ -10,7 +10,7 @@ from halfbyte.engine.plan.builder import Builder, Limits, split_sequences
 from halfbyte.engine.plan.plan import Plan, PlanError
 from halfbyte.engine.run.cache import PagedCache, Sequence
 from halfbyte.engine.run.weights import Weights
-from halfbyte.formats.checkpoint import open_checkpoint
+from halfbyte.formats.opening import open_checkpoint
 from support import ORACLES
 
 LLAMA = ORACLES / "llama"

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert, native_metadata
 from halfbyte.formats.conversion.recipe import Recipe, RecipeError
 from halfbyte.formats.conversion.stream import Job, streams
 from halfbyte.formats.conversion.to_gguf import export_gguf
 from halfbyte.formats.conversion.to_huggingface import export_huggingface
 from halfbyte.formats.errors import OutputError
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import FormatError, NonFiniteError
 from support import tiny

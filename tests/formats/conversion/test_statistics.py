@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from halfbyte.formats.conversion.statistics import StatisticsError, StatisticsWriter, open_statistics, pack_gram, unpack_gram
+from halfbyte.formats.conversion.open_statistics import open_statistics
+from halfbyte.formats.conversion.statistics import StatisticsError, StatisticsWriter, pack_gram, unpack_gram
 from halfbyte.formats.errors import FileFormatError, OutputError
 from halfbyte.quant.errors import HalfbyteError
 from support import DATA as TEST_DATA

@@ -19,7 +19,7 @@ from halfbyte.formats.errors import (
 )
 from halfbyte.formats.gguf.values import ValueType, encode_entry, encode_value
 from halfbyte.formats.hbf import header as layout
-from halfbyte.formats.hbf.native import NativeFile
+from halfbyte.formats.hbf.reader import NativeFile
 from halfbyte.quant.errors import FormatError
 from support import native_samples as samples
 

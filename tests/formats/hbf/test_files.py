@@ -12,7 +12,8 @@ from halfbyte.formats.errors import (
     OutputError,
 )
 from halfbyte.formats.hbf import header as layout
-from halfbyte.formats.hbf.native import NativeFile, NativeWriter
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import FormatError
 from support import native_samples as samples

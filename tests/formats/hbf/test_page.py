@@ -7,7 +7,8 @@ import zlib
 import numpy as np
 import pytest
 
-from halfbyte.formats.hbf.native import NativeFile, NativeWriter
+from halfbyte.formats.hbf.reader import NativeFile
+from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.quant.block import get_format
 from support import native_samples as samples
 

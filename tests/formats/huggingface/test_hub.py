@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from halfbyte.formats import demo
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.errors import InputError
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.formats.sources import default_output, resolve_source
 from support import tiny
 

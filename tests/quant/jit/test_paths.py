@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halfbyte.formats.checkpoint import open_checkpoint
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
+from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.jit import target
 from support import ORACLES, TESTS
 from support import jit_ops as ops
