@@ -10,8 +10,8 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ..quant.cache_folder import cache_folder
 from ..quant.errors import HalfbyteError
-from ..quant.jit.store import cache_folder
 from .atomic import atomic_file
 from .errors import printable
 

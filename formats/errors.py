@@ -103,10 +103,6 @@ class TensorError(FileFormatError):
     """A tensor's name, shape, offset or size is impossible."""
 
 
-class ValueTypeError(FileFormatError):
-    """A metadata value has another type than its key calls for."""
-
-
 class MissingTensorsError(FileFormatError):
     """Tensors or shards that an index promises are not there. Attribute: names (all of them)."""
 

@@ -59,6 +59,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _is_hbf(magic: bytes) -> bool:
-    from .hbf.header import MAGIC
+    from .hbf.structure import MAGIC
 
     return magic.startswith(MAGIC)

@@ -32,7 +32,7 @@ def pytest_configure(config):
 def _lay_out():
     """The folder with the demo model, or None where it was never fetched and this is not CI."""
     from halfbyte.formats.demo import FILE, fetch_demo
-    from halfbyte.quant.jit.store import cache_folder
+    from halfbyte.quant.cache_folder import cache_folder
 
     cache = cache_folder()
     if cache is None or not ((cache / FILE).exists() or os.environ.get("CI")):

@@ -102,6 +102,7 @@ def qconvert(
     """Convert a checkpoint to a quantized file."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # threads are ours: before NumPy is imported
     from ..formats.opening import open_checkpoint
+    from ..formats.safetensors.judge import judge_headers
     from ..formats.sources import resolve_source
     from .convert.task import Wishes, make_task
     from .terminal.display import note
@@ -112,6 +113,7 @@ def qconvert(
     wishes = Wishes(to.value, bits, format, method, size, bpw, max_kl, fast, calibrate, tuple(tensor or ()), recipe_file)
     path = resolve_source(source, note)
     with open_checkpoint(path) as checkpoint:
+        judge_headers(checkpoint.files)
         task = make_task(checkpoint, wishes)
         if task.way == "plain":
             for option, value in (("--calibrate", calibrate), ("--tokens", tokens), ("--blend", blend)):

@@ -9,10 +9,10 @@ from types import TracebackType
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...quant.measures import scored_positions
 from ..run.workers import Workers
 from .predictions import LogitMeter
 from .streaming import OUTPUTS, Stage, StreamedModel, StreamedWeights, load
+from .token_errors import scored_positions
 
 Progress = Callable[[str, float, float], None]
 """progress(what, done, total): "kernels" in number, "measuring" in multiplications of one run."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ...quant.errors import FormatError
-from ...quant.measures import TokenErrors, TokenMeter
 from ..kernels.structs import LOGIT_RUN, LOGIT_SUMS
 from ..plan.builder import StepState
 from ..plan.plan import Buffer, Plan
 from ..run.workers import Workers
+from .token_errors import TokenErrors, TokenMeter
 
 
 class LogitMeter:

@@ -21,12 +21,12 @@ import numpy as np
 
 from ...formats.checkpoint import Checkpoint
 from ...formats.decoder import Dimensions
-from ...quant.measures import TokenErrors, scored_positions
 from ..model import Compute, ModelError, architecture
 from ..run.workers import Workers
 from .compare import ReportError, TensorReport, check_comparable, compare_tensors, tensor_pairs
 from .predictions import LogitMeter
 from .streaming import OUTPUTS, StreamedModel, StreamedWeights, load
+from .token_errors import TokenErrors, scored_positions
 
 CHUNK = 512
 """Tokens of a text that are one context: what llama-perplexity has by default."""
@@ -105,11 +105,6 @@ class Report:
     def nbytes(self) -> int:
         """Bytes of the model's tensors."""
         return sum(t.nbytes for t in self.tensors)
-
-    @property
-    def reference_nbytes(self) -> int:
-        """Bytes of the reference's tensors."""
-        return self.reference.nbytes
 
     @property
     def bits_per_weight(self) -> float:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...quant.jit.store import cache_folder, is_ours, keep_file
+from ...quant.cache_folder import cache_folder, is_ours, keep_file
 
 # magic, crc32 of facts and arrays, bytes of the facts, bytes of the arrays, bytes of the tokenizer.json; then these three.
 _HEADER = struct.Struct("<8sIIQQ")

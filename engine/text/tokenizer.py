@@ -121,7 +121,7 @@ class Tokenizer:
             if token is not None:
                 self.special_tokens.setdefault(name, token)
         named = {name: source.id(_clean(token)) for name, token in self.special_tokens.items()}
-        self._bos, self._pad = named.get("bos_token"), named.get("pad_token")
+        self._bos = named.get("bos_token")
         self._eos = self._ends(named.get("eos_token"))
         self._add_bos = self._wants_bos(source)
 
@@ -166,11 +166,6 @@ class Tokenizer:
     def bos_id(self) -> int | None:
         """The token that begins a text, if there is one."""
         return self.ready()._bos
-
-    @property
-    def pad_id(self) -> int | None:
-        """The token that fills up a batch, if there is one."""
-        return self.ready()._pad
 
     @property
     def eos_ids(self) -> frozenset[int]:

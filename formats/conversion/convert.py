@@ -21,7 +21,7 @@ from ...quant.block import get_format
 from ..checkpoint import Checkpoint, model_name
 from ..file_keys import describes_file
 from ..hbf.checkpoint import TOKENIZER_CONFIG
-from ..hbf.header import TOKENIZER
+from ..hbf.structure import TOKENIZER
 from ..hbf.writer import NativeWriter
 from ..tensor import Tensor, block_format
 from ..tokenizer.from_gguf import checked, compact, dumps, from_gguf

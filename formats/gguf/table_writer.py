@@ -7,7 +7,7 @@ import struct
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -99,14 +99,6 @@ class TableWriter(ABC):
         for key in source if keys is None else keys:
             if key != ALIGNMENT and key not in LAYOUT:
                 self._put(key, source.type(key), source.raw(key))
-
-    def add_all(self, values: Mapping[str, Any]) -> None:
-        """Adds all entries of a mapping: typed as in the file if it is a TypedValues, else as `add` infers."""
-        if isinstance(values, TypedValues):
-            self.copy(values)
-        else:
-            for key, value in values.items():
-                self.add(key, value)
 
     def _put(self, key: str, type: ValueType, encoded: bytes | memoryview) -> None:
         self._check_name(key, "metadata key")

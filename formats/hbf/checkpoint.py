@@ -17,8 +17,8 @@ from ..gguf.checkpoint import complete
 from ..gguf.values import TypedValues, ValueType
 from ..metadata import Metadata
 from ..tensor import RowSlice, Tensor
-from .header import TOKENIZER
 from .reader import NativeFile, NativeTensor
+from .structure import TOKENIZER
 
 TOKENIZER_CONFIG = "halfbyte.tokenizer_config"
 """tokenizer_config.json without its chat template, as JSON text."""

@@ -29,7 +29,7 @@ from ..errors import (
 )
 from ..gguf.values import Cursor, TableEntry, TypedValues, ValueType, check_layout, read_table
 from ..mapped import MappedFile
-from . import header as layout
+from . import structure
 
 MAX_TENSORS = 1 << 17
 _CHUNK = 1 << 23  # bytes that are checked between two reports of progress
@@ -169,25 +169,25 @@ class NativeFile(MappedFile):
             raise
 
     def _open(self) -> None:
-        path, header = self.path, layout.HEADER
+        path, header = self.path, structure.HEADER
         magic = self.bytes[:4].tobytes()
-        if magic != layout.MAGIC[: len(magic)]:
+        if magic != structure.MAGIC[: len(magic)]:
             raise NotThisKindError(path, f"not a .hbf file: it begins with {printable(repr(magic), 40)}", offset=0)
         if self.size < header.size:
             raise TruncatedError(path, header.size, self.size, where="header")
         fields = header.unpack_from(self.bytes.data)
         _, self.version, tensor_count, value_count, head_bytes, data_offset, file_bytes, checksum = fields
-        if self.version != layout.VERSION:
-            problem = f".hbf version {self.version}; this program reads version {layout.VERSION}"
+        if self.version != structure.VERSION:
+            problem = f".hbf version {self.version}; this program reads version {structure.VERSION}"
             raise UnsupportedVersionError(path, problem, offset=4)
         if file_bytes > self.size:
             raise TruncatedError(path, file_bytes, self.size)
         if file_bytes < self.size:
             raise HeaderError(path, f"{self.size - file_bytes} bytes follow the end that its header gives", offset=file_bytes)
-        if not header.size <= head_bytes <= data_offset <= file_bytes or data_offset % layout.PAGE:
+        if not header.size <= head_bytes <= data_offset <= file_bytes or data_offset % structure.PAGE:
             problem = f"impossible sizes: head {head_bytes}, data from {data_offset}, file {file_bytes}"
             raise HeaderError(path, problem, where="header", offset=24)
-        if layout.head_checksum(self.bytes[:data_offset].data) != checksum:
+        if structure.head_checksum(self.bytes[:data_offset].data) != checksum:
             raise ChecksumError(path, "its checksum does not match: the file is damaged", where="header")
         self.data_offset = data_offset
         cursor = Cursor(path, self.bytes[:head_bytes], header.size)
@@ -232,8 +232,8 @@ class NativeFile(MappedFile):
         check_layout(self.path, [(t.name, t.offset, t.nbytes) for t in self.tensors.values()], self.size)
 
     def _check(self, entry: TableEntry, shape: tuple[int, ...], name: str, format: BlockFormat | None, nbytes: int) -> None:
-        if entry.offset % layout.PAGE:
-            problem = f"its offset {entry.offset} is not a multiple of {layout.PAGE}"
+        if entry.offset % structure.PAGE:
+            problem = f"its offset {entry.offset} is not a multiple of {structure.PAGE}"
             raise TensorError(self.path, problem, where=entry.name, offset=entry.at)
         if len(shape) < 2:
             if name != "f32":

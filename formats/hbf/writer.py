@@ -16,7 +16,7 @@ from .. import file_keys
 from ..errors import OutputError, printable
 from ..gguf.table_writer import Declared, Pieces, TableWriter
 from ..gguf.values import ValueType, encode_entry, encode_value
-from . import header as layout
+from . import structure
 
 _SLACK = 1 << 14  # bytes of the head kept free for metadata and method names that come while tensors are written
 _PACK_FROM = 1024  # string arrays of so many items are stored packed, so that readers step over them
@@ -35,7 +35,7 @@ class NativeWriter(TableWriter):
     Metadata may be added until the block ends, as long as what comes after the first tensor stays below 16 KiB.
     """
 
-    alignment = layout.PAGE
+    alignment = structure.PAGE
 
     def __init__(self, path: str | os.PathLike[str], *, inputs: Iterable[str | os.PathLike[str]] = ()):
         super().__init__(path, inputs=inputs)
@@ -126,13 +126,13 @@ class NativeWriter(TableWriter):
     def _unpadded_head(self, data_offset: int) -> bytearray:
         entries = self._encode_entries() + self._own_entries()
         table = self._encode_table()
-        nbytes = layout.HEADER.size + len(entries) + len(table)
+        nbytes = structure.HEADER.size + len(entries) + len(table)
         counts = len(self._tensors), len(self._entries) + self._own_count
-        header = layout.HEADER.pack(layout.MAGIC, layout.VERSION, *counts, nbytes, data_offset, data_offset + self._data_bytes, 0)
+        header = structure.HEADER.pack(structure.MAGIC, structure.VERSION, *counts, nbytes, data_offset, data_offset + self._data_bytes, 0)
         return bytearray().join((header, entries, table))
 
     def _head_bytes(self) -> int:
-        return -(-(len(self._unpadded_head(0)) + _SLACK) // layout.PAGE) * layout.PAGE
+        return -(-(len(self._unpadded_head(0)) + _SLACK) // structure.PAGE) * structure.PAGE
 
     def _head(self, data_offset: int) -> bytes:
         head = self._unpadded_head(data_offset)
@@ -140,7 +140,7 @@ class NativeWriter(TableWriter):
             problem = f"{len(head) - data_offset} bytes of metadata too many were added after the first tensor was written"
             raise OutputError(self.path, problem)
         head += bytes(data_offset - len(head))
-        struct.pack_into("<I", head, layout.CHECKSUM_AT, layout.head_checksum(head))
+        struct.pack_into("<I", head, structure.CHECKSUM_AT, structure.head_checksum(head))
         return bytes(head)
 
 

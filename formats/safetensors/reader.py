@@ -3,7 +3,8 @@
 A file is a length (u64), that many bytes of JSON, and the tensor data. All of it is checked once, at opening: offsets are
 contiguous, in bounds and in keeping with shape and dtype. Source: the safetensors format page
 and the checks of its reference implementation.
-The safetensors package is not used because NumPy, which it hands arrays out in, has neither bf16 nor fp8.
+The safetensors library is not used to read, because NumPy, which it hands arrays out in, has neither bf16 nor fp8; conversions ask
+what it thinks of a header (judge.py).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 
 import numpy as np
 
-from halfbyte.formats.hbf import header as layout
+from halfbyte.formats.hbf import structure
 from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.quant.block import format_names, get_format
 
@@ -41,7 +41,7 @@ def write(path, arrays=None) -> None:
         writer.add("llama.rope.freq_base", 1e5)
         writer.add("tokenizer.ggml.tokens", TOKENS)
         writer.add("tokenizer.ggml.scores", np.linspace(0, 1, 50, dtype=np.float32))
-        writer.add(layout.TOKENIZER, JSON)
+        writer.add(structure.TOKENIZER, JSON)
         writer.declare("norm", (7,), "f32", source="bf16")
         for name, (array, kind) in arrays.items():
             writer.declare(name, array.shape, kind, source="bf16")

@@ -18,7 +18,7 @@ import numpy as np
 from ...engine.engine import Engine, Work
 from ...engine.generate.generation import GenerationState, Memory, run
 from ...engine.generate.sampler import SamplingParams
-from ...quant.measures import kl_divergence
+from ...engine.measure.token_errors import kl_divergence
 from ..terminal.display import size_text
 from .models import CompareError
 

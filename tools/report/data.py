@@ -12,8 +12,8 @@ import numpy as np
 from ...engine.measure.benchmark import Benchmark
 from ...engine.measure.compare import TensorReport
 from ...engine.measure.report import Comparison, Distance, LayerReport, Report, TokenReport
+from ...engine.measure.token_errors import TokenErrors
 from ...formats.checkpoint import Checkpoint
-from ...quant.measures import TokenErrors
 from .methods import method_shares
 
 

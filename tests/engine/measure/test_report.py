@@ -11,12 +11,12 @@ from halfbyte.engine.measure.compare import ReportError, compare_tensors, tensor
 from halfbyte.engine.measure.evaluation_text import evaluation_tokens
 from halfbyte.engine.measure.report import _DistanceMeter, make_report, make_reports, why_not_run
 from halfbyte.engine.measure.streaming import StreamedModel, StreamedWeights, load
+from halfbyte.engine.measure.token_errors import TokenMeter, scored_positions
 from halfbyte.engine.model import ModelError
 from halfbyte.engine.run.workers import Workers
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
 from halfbyte.formats.opening import open_checkpoint
-from halfbyte.quant.measures import TokenMeter, scored_positions
 from support import tiny
 
 CHUNK = 32

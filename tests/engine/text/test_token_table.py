@@ -192,7 +192,7 @@ def test_what_is_known_about_tokens(pair):
     for token in ("", "no such token", "<|im_end|>", "\ud800", "x" * 5000):
         assert made.id(token) == whole.id(token)
     assert made.token(1 << 40) is made.token(10**6) is None
-    for name in ("vocabulary_size", "bos_id", "pad_id", "eos_ids", "add_bos", "special_ids", "special_tokens", "strips_space"):
+    for name in ("vocabulary_size", "bos_id", "eos_ids", "add_bos", "special_ids", "special_tokens", "strips_space"):
         assert getattr(made, name) == getattr(whole, name), name
     assert sorted(made.special_tokens_text()) == sorted(whole.special_tokens_text())
     assert made.to_json() == whole.to_json()

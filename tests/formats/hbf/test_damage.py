@@ -6,6 +6,7 @@ import zlib
 import numpy as np
 import pytest
 
+from halfbyte.formats import file_keys
 from halfbyte.formats.errors import (
     ChecksumError,
     DuplicateError,
@@ -18,7 +19,7 @@ from halfbyte.formats.errors import (
     UnsupportedVersionError,
 )
 from halfbyte.formats.gguf.values import ValueType, encode_entry, encode_value
-from halfbyte.formats.hbf import header as layout
+from halfbyte.formats.hbf import structure
 from halfbyte.formats.hbf.reader import NativeFile
 from halfbyte.quant.errors import FormatError
 from support import native_samples as samples
@@ -99,15 +100,15 @@ def forge(
 ) -> None:
     """A file whose checksum is right and whose content may not be."""
     own = {
-        layout.FORMATS: (ValueType.STRING, ["q8_0", "f32"]),
-        layout.METHODS: (ValueType.STRING, [""]),
-        layout.SOURCES: (ValueType.STRING, ["f32"]),
-        layout.BYTES: (ValueType.U64, [544] * tensors),
-        layout.CHECKSUM: (ValueType.U32, [0] * tensors),
-        layout.COSINE: (ValueType.F32, [1.0] * tensors),
-        layout.NMSE: (ValueType.F32, [0.0] * tensors),
-        layout.METHOD: (ValueType.U32, [0] * tensors),
-        layout.SOURCE: (ValueType.U32, [0] * tensors),
+        file_keys.FORMATS: (ValueType.STRING, ["q8_0", "f32"]),
+        file_keys.METHODS: (ValueType.STRING, [""]),
+        file_keys.SOURCES: (ValueType.STRING, ["f32"]),
+        file_keys.BYTES: (ValueType.U64, [544] * tensors),
+        file_keys.CHECKSUM: (ValueType.U32, [0] * tensors),
+        file_keys.COSINE: (ValueType.F32, [1.0] * tensors),
+        file_keys.NMSE: (ValueType.F32, [0.0] * tensors),
+        file_keys.METHOD: (ValueType.U32, [0] * tensors),
+        file_keys.SOURCE: (ValueType.U32, [0] * tensors),
     } | (entries or {})
     own = {key: value for key, value in own.items() if value is not None}
     body = b"".join(encode_entry(key, ValueType.ARRAY, encode_value(ValueType.ARRAY, v, item)) for key, (item, v) in own.items())
@@ -116,9 +117,9 @@ def forge(
     data_at = header.get("data_offset", 4096)
     size = header.get("file_bytes", 4096 + len(data))
     counts = tensors, header.get("entries", len(own))
-    raw = bytearray(layout.HEADER.pack(layout.MAGIC, 1, *counts, head_bytes, data_at, size, 0) + body)
+    raw = bytearray(structure.HEADER.pack(structure.MAGIC, 1, *counts, head_bytes, data_at, size, 0) + body)
     raw = raw.ljust(4096, b"\0") + data
-    struct.pack_into("<I", raw, 48, layout.head_checksum(raw[:data_at]))
+    struct.pack_into("<I", raw, 48, structure.head_checksum(raw[:data_at]))
     path.write_bytes(raw)
 
 
@@ -139,7 +140,7 @@ def test_a_forged_file_that_is_right_opens(tmp_path):
 @pytest.mark.parametrize(
     "error, words, change",
     [
-        (TensorError, "takes 544 bytes.* has 545", {"entries": {layout.BYTES: (ValueType.U64, [545])}}),
+        (TensorError, "takes 544 bytes.* has 545", {"entries": {file_keys.BYTES: (ValueType.U64, [545])}}),
         (TensorError, "takes", {"table": row("t", (32, 1 << 50))}),
         (TensorError, "2\\^63", {"table": row("t", (1 << 40, 1 << 40))}),
         (TensorError, "dimension of 0", {"table": row("t", (32, 0))}),
@@ -150,11 +151,11 @@ def test_a_forged_file_that_is_right_opens(tmp_path):
         (UnknownTypeError, "format number 2", {"table": row("t", kind=2)}),
         (TensorError, "overlaps", {"tensors": 2, "table": row("t") + row("u")}),
         (DuplicateError, "twice", {"tensors": 2, "table": row("t") + row("t", offset=4096)}),
-        (HeaderError, "missing", {"entries": {layout.CHECKSUM: None}}),
-        (HeaderError, "array of u32", {"entries": {layout.CHECKSUM: (ValueType.U64, [0])}}),
-        (HeaderError, "2 items for 1 tensors", {"entries": {layout.COSINE: (ValueType.F32, [1, 1])}}),
-        (HeaderError, "index 1 into 1", {"entries": {layout.METHOD: (ValueType.U32, [1])}}),
-        (HeaderError, "cannot be the name", {"entries": {layout.FORMATS: (ValueType.STRING, ["\x1b[2J"])}}),
+        (HeaderError, "missing", {"entries": {file_keys.CHECKSUM: None}}),
+        (HeaderError, "array of u32", {"entries": {file_keys.CHECKSUM: (ValueType.U64, [0])}}),
+        (HeaderError, "2 items for 1 tensors", {"entries": {file_keys.COSINE: (ValueType.F32, [1, 1])}}),
+        (HeaderError, "index 1 into 1", {"entries": {file_keys.METHOD: (ValueType.U32, [1])}}),
+        (HeaderError, "cannot be the name", {"entries": {file_keys.FORMATS: (ValueType.STRING, ["\x1b[2J"])}}),
         (HeaderError, "array of u8", {"entries": {"halfbyte.packed.x": (ValueType.U32, [1])}}),
         (TruncatedError, "packed", {"entries": {"halfbyte.packed.x": (ValueType.U8, [1])}}),
         (UnknownTypeError, "value type", {"entries": {"halfbyte.packed.x": (ValueType.U8, list(struct.pack("<IQ", 77, 0)))}}),
@@ -168,7 +169,7 @@ def test_a_forged_file_that_is_right_opens(tmp_path):
         (
             DuplicateError,
             "packed",
-            {"entries": {f"halfbyte.packed.{layout.BYTES}": (ValueType.U8, list(struct.pack("<IQ", 4, 0)))}},
+            {"entries": {f"halfbyte.packed.{file_keys.BYTES}": (ValueType.U8, list(struct.pack("<IQ", 4, 0)))}},
         ),
         (HeaderError, "impossible sizes", {"data_offset": 4095}),
         (HeaderError, "impossible sizes", {"data_offset": 1 << 40}),
@@ -185,7 +186,7 @@ def test_forged_files_are_refused_by_name(tmp_path, error, words, change):
         forge(path)
         raw = bytearray(path.read_bytes())
         struct.pack_into("<Q", raw, 16, change["entries_count"])
-        struct.pack_into("<I", raw, 48, layout.head_checksum(raw[:4096]))
+        struct.pack_into("<I", raw, 48, structure.head_checksum(raw[:4096]))
         path.write_bytes(raw)
     else:
         forge(path, **change)
@@ -205,7 +206,7 @@ def test_packed_strings_that_do_not_fill_their_array(tmp_path):
 def test_a_format_that_is_not_installed_can_be_listed_and_verified(tmp_path):
     forge(
         tmp_path / "f.hbf",
-        entries={layout.FORMATS: (ValueType.STRING, ["theirs"]), layout.CHECKSUM: (ValueType.U32, [zlib.crc32(bytes(544))])},
+        entries={file_keys.FORMATS: (ValueType.STRING, ["theirs"]), file_keys.CHECKSUM: (ValueType.U32, [zlib.crc32(bytes(544))])},
     )
     with NativeFile(tmp_path / "f.hbf") as file:
         assert file.tensors["t"].format == "theirs" and file.formats == ["theirs"]

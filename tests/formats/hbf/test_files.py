@@ -7,11 +7,12 @@ import zlib
 import numpy as np
 import pytest
 
+from halfbyte.formats import file_keys
 from halfbyte.formats.atomic import OutputFile
 from halfbyte.formats.errors import (
     OutputError,
 )
-from halfbyte.formats.hbf import header as layout
+from halfbyte.formats.hbf import structure
 from halfbyte.formats.hbf.reader import NativeFile
 from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.quant.block import get_format
@@ -34,7 +35,7 @@ def test_what_is_written_comes_back(sample):
     with NativeFile(sample) as file:
         assert file.version == 1 and file.size % 4096 == 0
         assert file.metadata["general.architecture"] == "llama" and file.metadata["llama.block_count"] == 30
-        assert file.metadata["tokenizer.ggml.tokens"] == TOKENS and file.metadata[layout.TOKENIZER] == JSON
+        assert file.metadata["tokenizer.ggml.tokens"] == TOKENS and file.metadata[structure.TOKENIZER] == JSON
         assert file.metadata["halfbyte.note"] == "known only at the end"
         assert file.metadata["tokenizer.ggml.scores"].shape == (50,)
         assert "halfbyte.packed.tokenizer.ggml.tokens" not in file.metadata
@@ -118,7 +119,7 @@ def test_metadata_goes_from_file_to_file(sample, tmp_path):
     with NativeFile(sample) as source, NativeWriter(tmp_path / "c.hbf") as writer:
         writer.copy(source.metadata)
     with NativeFile(sample) as source, NativeFile(tmp_path / "c.hbf") as copy:
-        own = layout.OWN
+        own = file_keys.LAYOUT
         assert {k for k in source.metadata if k not in own} == {k for k in copy.metadata if k not in own}
         assert (
             copy.metadata["tokenizer.ggml.tokens"] == TOKENS
@@ -138,7 +139,7 @@ def test_a_writer_that_is_misused_leaves_no_file(tmp_path):
     ]:
         with pytest.raises(error), NativeWriter(path) as writer:
             writer.declare(name, shape, kind)
-    for key in (layout.FORMATS, layout.CHECKSUM, "halfbyte.packed.x"):
+    for key in (file_keys.FORMATS, file_keys.CHECKSUM, "halfbyte.packed.x"):
         with pytest.raises(OutputError, match="makes itself"), NativeWriter(path) as writer:
             writer.add(key, ["x"])
     with pytest.raises(OutputError, match="metadata too many"), NativeWriter(path) as writer:
@@ -161,7 +162,7 @@ def test_opening_a_large_file_is_quick(tmp_path, monkeypatch):
     nbytes = get_format("q8_0").tiles_nbytes(*shape)
     with NativeWriter(path) as writer:
         writer.add("tokenizer.ggml.tokens", [f"token{n}" for n in range(150_000)])
-        writer.add(layout.TOKENIZER, "x" * 8_000_000)
+        writer.add(structure.TOKENIZER, "x" * 8_000_000)
         for number in range(7):
             writer.declare(f"t{number}", shape, "q8_0")
         writer._begin()

@@ -16,7 +16,6 @@ CHECKSUM_AT = 48
 """Where in the header the CRC-32 stands; it counts as four zeros when it is computed."""
 
 TOKENIZER = "tokenizer.huggingface.json"
-CHAT_TEMPLATE = "tokenizer.chat_template"
 
 
 def head_checksum(head: bytes | bytearray | memoryview) -> int:
