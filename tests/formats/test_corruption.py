@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from halfbyte.formats.gguf.reader import GGUFFile
 from halfbyte.formats.gguf.values import TypedValues
 from halfbyte.formats.gguf.writer import GGUFWriter
-from halfbyte.formats.hbf import header as native_layout
+from halfbyte.formats.hbf import structure
 from halfbyte.formats.hbf.reader import NativeFile
 from halfbyte.formats.hbf.writer import NativeWriter
 from halfbyte.formats.safetensors.reader import SafetensorsFile, SafetensorsFolder
@@ -244,10 +244,10 @@ def test_native_files_whose_checksum_was_made_right_again(valid, tmp_path, data)
     raw = bytearray(data.draw(damage(valid["hbf"], head_of("hbf", valid["hbf"]))))
     if len(raw) >= 64:
         begin = struct.unpack_from("<Q", raw, 32)[0]
-        raw[:4] = native_layout.MAGIC
+        raw[:4] = structure.MAGIC
         struct.pack_into("<I", raw, 4, 1)
         struct.pack_into("<Q", raw, 40, len(raw))
-        struct.pack_into("<I", raw, 48, native_layout.head_checksum(bytes(raw[:begin])))
+        struct.pack_into("<I", raw, 48, structure.head_checksum(bytes(raw[:begin])))
     survive("hbf", tmp_path / "a.hbf", bytes(raw))
 
 
