@@ -14,6 +14,7 @@ from ..quant.errors import HalfbyteError
 from ..quant.scales import check_finite
 from .errors import InputError
 from .file_keys import LAYOUT
+from .file_kinds import HEAD_BYTES, kind_of
 from .gguf.reader import GGUFFile
 from .gguf.values import TypedValues
 from .hbf.reader import NativeFile
@@ -103,12 +104,12 @@ def _open(path: Path) -> GGUFFile | NativeFile | SafetensorsFolder:
     if path.is_dir():
         return SafetensorsFolder(path)
     with MappedFile(path) as file:
-        magic = file.bytes[:4].tobytes()
-    if magic in (b"GGUF", b"FUGG") or path.suffix == ".gguf":
+        kind = kind_of(file.bytes[:HEAD_BYTES].tobytes(), path)
+    if kind == "gguf":
         return GGUFFile(path)
-    if magic[:3] == b"HBF" or path.suffix == ".hbf":
+    if kind == "hbf":
         return NativeFile(path)
-    if path.suffix == ".safetensors":
+    if kind == "safetensors":
         return SafetensorsFolder(path)
     raise InputError(path, "not a model file: expected .hbf, .gguf, .safetensors or a Hugging Face folder")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .checkpoint import Checkpoint
 from .errors import InputError
+from .file_kinds import HEAD_BYTES, kind_of
 
 _WEIGHT_ENDINGS = (".hbf", ".gguf", ".safetensors")
 
@@ -28,26 +29,23 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if target.exists() and not target.is_file():  # opening a named pipe would wait for a writer that may never come
             raise InputError(target, "is not a regular file; a file or a folder is needed here")
         with open(target, "rb") as file:
-            magic = file.read(8)
+            head = file.read(HEAD_BYTES)
     except OSError as error:
         from .mapped import why_not_opened
 
         raise InputError(target, why_not_opened(error, target)) from None
     except ValueError:
         raise InputError(target, "cannot be opened: not a file name") from None
-    if magic[:4] in (b"GGUF", b"FUGG"):
+    kind = kind_of(head, target)
+    if kind == "gguf":
         from .gguf.checkpoint import open_gguf
 
         return open_gguf(target)
-    if target.suffix == ".hbf" or _is_hbf(magic):
+    if kind == "hbf":
         from .hbf.checkpoint import open_hbf
 
         return open_hbf(target)
-    if target.suffix == ".gguf":
-        from .gguf.checkpoint import open_gguf
-
-        return open_gguf(target)  # says what is wrong with it
-    if target.suffix == ".safetensors" or magic[8:9] == b"{":
+    if kind == "safetensors":
         from .huggingface.folder import open_file
 
         return open_file(target)
@@ -56,9 +54,3 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if target.name == "config.json" or target.name.endswith(".safetensors.index.json"):
         raise InputError(target, "part of a checkpoint; name the folder that it lies in")
     raise InputError(target, f"not a checkpoint: expected one of {', '.join(_WEIGHT_ENDINGS)} or a Hugging Face folder")
-
-
-def _is_hbf(magic: bytes) -> bool:
-    from .hbf.structure import MAGIC
-
-    return magic.startswith(MAGIC)

@@ -36,7 +36,7 @@ from ...formats.conversion.convert import (
 from ...formats.conversion.recipe import Recipe, RecipeError, patterns
 from ...formats.conversion.tile_store import TileStore
 from ...formats.errors import OutputError
-from ...formats.hbf.header import PAGE
+from ...formats.hbf.structure import PAGE
 from ...formats.tensor import Tensor
 from ...quant.block import get_format
 from ..measure.divergence import DivergenceMeter

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DuplicateError, HeaderError, InputError, TensorError, TruncatedError, printable
-from ..gguf.reader import MAGIC, GGUFFile
+from ..file_kinds import HEAD_BYTES, kind_of_bytes
+from ..gguf.reader import GGUFFile
 from ..gguf.values import ValueType
 from ..mapped import MappedFile
 from .statistics import COUNTS, SUMS, Statistics, column_sums
@@ -29,7 +30,7 @@ _MOST_ENTRIES = 1 << 17
 def read_imatrix(path: str | os.PathLike[str]) -> Statistics:
     """Reads an imatrix file of either format. Raises FileFormatError and its subclasses; the file is closed on return."""
     with MappedFile(path) as file:
-        gguf = file.bytes[:4].tobytes() == MAGIC
+        gguf = kind_of_bytes(file.bytes[:HEAD_BYTES].tobytes()) == "gguf"
     return _read_gguf(path) if gguf else _read_dat(path)
 
 

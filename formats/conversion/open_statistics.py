@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from ..file_kinds import HEAD_BYTES, kind_of_bytes
 from ..mapped import MappedFile
 from .imatrix import read_imatrix
 from .statistics import CalibrationFile, Statistics
@@ -15,7 +16,7 @@ def open_statistics(path: str | os.PathLike[str]) -> Statistics:
     Raises FileFormatError and its subclasses.
     """
     with MappedFile(path) as file:
-        head = file.bytes[:9].tobytes()
-    if len(head) == 9 and head[8:] == b"{":
+        head = file.bytes[:HEAD_BYTES].tobytes()
+    if kind_of_bytes(head) == "safetensors":
         return CalibrationFile(path)
     return read_imatrix(path)

@@ -436,3 +436,12 @@ def test_json_spelled_surrogates_do_no_harm(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "a\ud800b"}), encoding="ascii")
     with open_checkpoint(tmp_path) as found:
         found.metadata["tokenizer.chat_template"].encode()
+
+
+def test_bytes_and_not_the_name_tell_the_kind(tmp_path):
+    """A .safetensors under another name is one, and so is a GGUF."""
+    for name in ("model.weights", "model.hbf", "model.gguf"):
+        path = tmp_path / name
+        save_file({"w": np.ones((2, 32), np.float32)}, path)
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.kind == "safetensors" and list(checkpoint.tensors) == ["w"]

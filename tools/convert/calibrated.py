@@ -181,11 +181,13 @@ def duration(seconds: float) -> str:
 
 def holds_statistics(path: str) -> bool:
     """True for a .safetensors file, and for llama.cpp's imatrix files, which are GGUF or end in .dat."""
+    from ...formats.file_kinds import HEAD_BYTES, kind_of_bytes
+
     try:
         if path == "-" or not os.path.isfile(path):  # what can be read only once is a text
             return False
         with open(path, "rb") as file:
-            head = file.read(9)
+            head = file.read(HEAD_BYTES)
     except (OSError, ValueError):
         return False
-    return head[:4] == b"GGUF" or (head[8:9] == b"{" and 0 in head[:8]) or path.endswith(".dat")
+    return kind_of_bytes(head) in ("gguf", "safetensors") or path.endswith(".dat")
