@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from ..formats.checkpoint import Checkpoint
-from ..formats.decoder import Dimensions
-from ..formats.rope import FACTORS
+from ..formats.families import built_in_names
 from ..quant.errors import HalfbyteError
 from .kernels.structs import PAGE, SPLIT
 from .plan.builder import Builder, Limits, split_sequences
 from .plan.plan import Plan, Section
-from .run.cache import CacheFullError, PagedCache, Sequence, SequenceError
-from .run.rope import longest_context, rope_table
+from .run.cache import CacheFullError, Sequence, SequenceError, cache_of
+from .run.rope import RopeTables, rope_tables
 from .run.weights import Weights
 from .run.workers import Workers
 
@@ -76,19 +74,18 @@ class Model:
     ):
         if compute not in COMPUTES:
             raise ModelError(f"compute must be one of {', '.join(COMPUTES)}, not {compute!r}")
-        metadata, arch = checkpoint.metadata, checkpoint.architecture
+        arch = checkpoint.architecture
         if arch is None:
             raise ModelError(f"{checkpoint.path} holds weights only, no config.json and tokenizer.json: it can be inspected, not run")
         self.architecture, self.compute = arch, compute
-        size = self.size = Dimensions.of(metadata, arch)
-        self.vocabulary = size.vocabulary
+        spec = self.spec = checkpoint.model
+        self.vocabulary = spec.vocabulary
         self.lock = threading.RLock()
         self._closed = False
-        longest = longest_context(metadata, arch)
         for name, value in (("context", context), ("capacity", capacity)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
                 raise ModelError(f"the {name} must be a whole number, at least 1 token, not {value!r}")
-        self.context = longest if context is None else context
+        self.context = spec.context if context is None else context
         capacity = max(self.context, capacity or 0)
         self.workers = Workers(threads)
         try:
@@ -97,15 +94,14 @@ class Model:
             # Accuracy is measured with a cache that adds no error of its own.
             cache_type = "f16" if compute == "int8" else "f32"
             pages = -(-capacity // PAGE) + limits.sequences
-            self.cache = PagedCache(size.layers, size.kv_heads, size.head, cache_type, pages)
-            factors = checkpoint.tensors[FACTORS].float32() if FACTORS in checkpoint.tensors else None
-            self._rope = rope_table(metadata, arch, factors, self.context)
+            self.cache = cache_of(spec, cache_type, pages)
+            self._rope = rope_tables(checkpoint, self.context)
             self.context = min(self.context, self._rope.context)
             self.weights = Weights(checkpoint, self.workers.count)
             matrices = [t.name for t in checkpoint.tensors.values() if not t.vector]
             self.weights.load(matrices, report and (lambda done, total: report("weights", done, total)))
             self.builder = Builder(self.weights, self.cache, cache_type, limits, "int8" if compute == "int8" else "f32")
-            architecture(arch).build(self.builder, metadata, self._rope)
+            write_plan(self.builder, checkpoint, self._rope)
             self.plan: Plan = self.builder.plan
             self.plan.link(report and (lambda done, total: report("kernels", done, total)))
         except BaseException:
@@ -114,7 +110,7 @@ class Model:
         sections = list(self.plan.sections)
         self._body, self._head = self.plan.span(sections[0], sections[-2]), self.plan.sections["head"]
         self._all = self.plan.span(sections[0], "head")
-        self._logits = next(b for name, b in self.plan.buffers.items() if name.startswith("logits."))
+        self._logits = self.plan.results["logits"]
 
     def step(self, work: Iterable[Work]) -> np.ndarray:
         """Runs tokens of any number of sequences, prefill and decode mixed; their keys and values are then in the cache.
@@ -254,17 +250,17 @@ def _parts(jobs: list[_Slice], tokens: int, sequences: int) -> Iterable[list[_Sl
         yield part
 
 
-def architecture(name: str) -> Any:
-    """The module of that name in engine/plan/architectures, or another package's, through the entry points `halfbyte.architectures`."""
-    try:
-        return importlib.import_module(f".plan.architectures.{name}", __package__)
-    except ModuleNotFoundError as error:
-        if error.name != f"{__package__}.plan.architectures.{name}":
-            raise
-    from importlib.metadata import entry_points
+def write_plan(builder: Builder, checkpoint: Checkpoint, ropes: RopeTables) -> None:
+    """Writes the plan of a model: as its layers say, or as another package does it, named after the architecture in the entry point group
+    `halfbyte.architectures`: a function of the same arguments.
+    """
+    from .plan.layers import decoder
 
-    for point in entry_points(group="halfbyte.architectures"):
-        if point.name == name:
-            return point.load()
-    raise ModelError(f"the architecture {name!r} can be converted but not run yet")
+    if checkpoint.architecture not in built_in_names():
+        from importlib.metadata import entry_points
 
+        for point in entry_points(group="halfbyte.architectures"):
+            if point.name == checkpoint.architecture:
+                point.load()(builder, checkpoint.model, ropes)
+                return
+    decoder(builder, checkpoint.model, ropes)

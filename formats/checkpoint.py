@@ -11,14 +11,19 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from .errors import FileFormatError, TensorError, some
+from .expression import Find, evaluate, respelled, sources
 from .family import Family, TensorSpec
+from .layers import ModelSpec
 from .metadata import CheckpointError, Metadata, MetadataTypeError, MissingKeyError
-from .tensor import Tensor
+from .tensor import ArrayTensor, Tensor
 
 __all__ = [
     "Checkpoint",
@@ -40,14 +45,14 @@ _GIB = 1 << 30
 class TensorListError(FileFormatError):
     """The tensors of a file are not those of its architecture. Attributes: missing, unused (lists of names)."""
 
-    def __init__(self, path: str | os.PathLike[str], architecture: str, missing: Iterable[str], unused: Iterable[str], hint: str = ""):
+    def __init__(self, path: str | os.PathLike[str], architecture: str, missing: Iterable[str], unused: Iterable[str]):
         self.missing, self.unused = list(missing), list(unused)
         parts = []
         if self.missing:
             parts.append(f"missing {len(self.missing)} ({some(self.missing, 40)})")
         if self.unused:
             parts.append(f"not used {len(self.unused)} ({some(self.unused, 40)})")
-        super().__init__(path, f"tensors do not fit the architecture {architecture}: {'; '.join(parts)}{hint}")
+        super().__init__(path, f"tensors do not fit the architecture {architecture}: {'; '.join(parts)}")
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,13 @@ class Checkpoint:
         if self._prefetch is not None:
             self._prefetch()
 
+    @cached_property
+    def model(self) -> ModelSpec:
+        """What the model is made of. Raises CheckpointError for weights without an architecture."""
+        if self.family is None:
+            raise CheckpointError(f"{self.path} holds weights only, no config.json and tokenizer.json: it is no model")
+        return self.family.model(self.metadata)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in the file."""
@@ -153,36 +165,64 @@ def model_name(path: Path) -> str:
     return path.name
 
 
-def bind(
+def assemble(
     path: Path,
     family: Family,
     specs: list[TensorSpec],
+    kind: Literal["gguf", "huggingface"],
     names: Iterable[str],
-    spelled: Callable[[TensorSpec], tuple[str, ...]] = lambda spec: (spec.name,),
-    hint: str = "",
-) -> list[TensorSpec]:
-    """The specs whose tensors are there. Every required one must be, so must the rest of a group, and no tensor may be left over.
+    find: Find,
+    *,
+    spell: Callable[[str], str] = lambda name: name,
+    computed: Mapping[str, np.ndarray] | None = None,
+) -> dict[str, Tensor]:
+    """The canonical tensors of a file, in the order of the specs, each made of the file's by its spec's expression.
 
-    names     the tensors of the file
-    spelled   what the tensors are called there that a spec's tensor is made of; () if such files do not hold it
+    names     the tensors of the file; every required one must be there, so must the rest of a group, and no one may be left over
+    find      the tensor of a name in the file
+    spell     what a tensor of an expression is called in this very file
+    computed  tensors that follow from the configuration where the file does not hold them
+    Raises TensorListError with both lists, and TensorError for a shape that the metadata do not call for.
+    """
+    made = {spec.name: None if (e := spec.made_of(kind)) is None else respelled(e, spell) for spec in specs}
+    present = bind(path, family, specs, names, {name: sources(e) if e is not None else () for name, e in made.items()})
+    tensors: dict[str, Tensor] = {}
+    for spec in specs:
+        expression = made[spec.name]
+        if spec.name in present and expression is not None:
+            tensor = evaluate(expression, spec.name, find, path)
+            check_shape(path, tensor.shape, spec, sources(expression)[0])
+        elif computed and spec.name in computed:
+            tensor = ArrayTensor(spec.name, computed[spec.name])
+        else:
+            continue
+        tensors[spec.name] = tensor
+    return tensors
+
+
+def bind(path: Path, family: Family, specs: list[TensorSpec], names: Iterable[str], parts: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """Names of the specs whose tensors are there.
+
+    names   the tensors of the file
+    parts   by a spec's name: the tensors of the file that it is made of; () if such files do not hold it
     Raises TensorListError with both lists.
     """
     there = set(names)
-    groups = {spec.group for spec in specs if spec.group and (parts := spelled(spec)) and there.issuperset(parts)}
-    found: list[TensorSpec] = []
+    groups = {spec.group for spec in specs if spec.group and parts[spec.name] and there.issuperset(parts[spec.name])}
+    found: set[str] = set()
     missing: list[str] = []
     used: set[str] = set()
     for spec in specs:
-        parts = spelled(spec)
-        if parts and there.issuperset(parts):
-            found.append(spec)
-            used.update(parts)
+        needed = parts[spec.name]
+        if needed and there.issuperset(needed):
+            found.add(spec.name)
+            used.update(needed)
         elif not spec.optional or spec.group in groups:
-            missing += [name for name in parts if name not in there]
+            missing += [name for name in needed if name not in there and name not in missing]
     ignored = [re.compile(pattern) for pattern in family.ignored]
     unused = [name for name in names if name not in used and not any(pattern.fullmatch(name) for pattern in ignored)]
     if missing or unused:
-        raise TensorListError(path, family.name, missing, unused, hint)
+        raise TensorListError(path, family.name, missing, unused)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The tensors and config keys that nearly all decoders share; a family states how it differs.
+"""The tensors and config keys that nearly all decoders share; a family is a table of how it differs.
 
 A decoder here is: an embedding; layers of normalized grouped-query attention with a rotary embedding and a normalized gated
 feed-forward network, each added to the stream; a last norm and a head, which may be the embedding itself.
@@ -6,13 +6,16 @@ feed-forward network, each added to the stream; a last norm and a head, which ma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import numpy as np
 
 from . import rope
+from .expression import Expression, Halves, Rows, Source
 from .family import Family, TensorSpec, UnsupportedFeatureError
+from .layers import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
 from .metadata import Metadata, MetadataTypeError
 from .tensor import Tensor
 
@@ -22,79 +25,80 @@ _BIASES = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp
 """Key of config.json -> the matrices that have biases if it is true."""
 _LARGEST = 1 << 24  # columns, heads and the like; far beyond any model, small enough that products stay in 64 bits
 
+_INTEGERS = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
+"""GGUF key without the architecture -> key of config.json."""
+
+_SPELLING = {
+    **_INTEGERS,
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+
+_HUGGINGFACE = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+"""GGUF's name of a layer's tensor -> Hugging Face's."""
+
+
+def _as_it_is(layer: LayerSpec, index: int, metadata: Metadata) -> LayerSpec:
+    return layer
+
 
 @dataclass(frozen=True)
-class Dimensions:
-    """The sizes of a decoder, read from complete metadata."""
+class Fused:
+    """Matrices that files hold as one, one below the other: `parts` by GGUF's names, and what the whole is called on both sides."""
 
-    layers: int
-    width: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head: int
-    vocabulary: int
-
-    @classmethod
-    def of(cls, metadata: Metadata, arch: str) -> Dimensions:
-        """Raises MissingKeyError and MetadataTypeError by the key's name."""
-
-        def count(key: str, high: int = _LARGEST) -> int:
-            return metadata.count(f"{arch}.{key}", high=high)
-
-        found = cls(
-            layers=count("block_count", MOST_LAYERS),
-            width=count("embedding_length"),
-            inner=count("feed_forward_length"),
-            heads=count("attention.head_count", 1 << 16),
-            kv_heads=count("attention.head_count_kv", 1 << 16),
-            head=count("attention.key_length", 1 << 16),
-            vocabulary=count("vocab_size"),
-        )
-        if found.heads % found.kv_heads:
-            many, few = (metadata.spelled(f"{arch}.attention.{key}") for key in ("head_count", "head_count_kv"))
-            raise MetadataTypeError(f"{metadata.source}: {many!r} ({found.heads}) is not a multiple of {few!r} ({found.kv_heads})")
-        if found.head % 2:
-            raise MetadataTypeError(f"{metadata.source}: the head size is {found.head}; a rotary embedding needs an even one")
-        return found
+    parts: tuple[str, ...]
+    huggingface: str
+    gguf: str
 
 
+@dataclass(frozen=True)
 class Decoder(Family):
-    """The common case. Subclasses set the class variables of Family and these:
+    """The common case. What a family may say besides Family's own fields:
 
-    qkv_bias    whether q, k and v have biases: "never", "always", or "config": attention_bias of config.json says so, of o as well, and
-                mlp_bias of the feed-forward matrices; where nothing says so, as in GGUF files, the tensors that are there do
+    interleaved  True if GGUF files hold the rotary rows of q and k as interleaved pairs
+    qkv_bias     whether q, k and v have biases: "never", "always", or "config": attention_bias of config.json says so, of o as well, and
+                 mlp_bias of the feed-forward matrices; where nothing says so, as in GGUF files, the tensors that are there do
+    activations  values of hidden_act, all names of one function, the first as config.json is written
+    fused        matrices that lie in one tensor
+    refused      keys of config.json that must be absent, null or false, because what they ask for is not done
+    layer        gives a layer its own: called with the layer that all have, its number and complete metadata
+    more_keys    GGUF's keys that only this family has, from config.json
+    more_config  the same the other way
     """
 
-    qkv_bias: ClassVar[str] = "never"
-    activations: ClassVar[tuple[str, ...]] = ("silu", "swish")
-    ignored = (r"(.*\.)?rotary_emb\.inv_freq", r"(.*\.)?self_attn\.(masked_)?bias")
+    interleaved: bool = False
+    qkv_bias: Literal["never", "always", "config"] = "never"
+    activations: tuple[str, ...] = ("silu", "swish")
+    fused: tuple[Fused, ...] = ()
+    refused: tuple[str, ...] = ()
+    layer: Callable[[LayerSpec, int, Metadata], LayerSpec] = _as_it_is
+    more_keys: Callable[[Metadata], dict[str, Any]] = lambda config: {}
+    more_config: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    ignored: tuple[str, ...] = (r"(.*\.)?rotary_emb\.inv_freq", r"(.*\.)?self_attn\.(masked_)?bias")
 
-    # GGUF key without the architecture -> key of config.json, how it is read
-    _integers: ClassVar[dict[str, str]] = {
-        "block_count": "num_hidden_layers",
-        "embedding_length": "hidden_size",
-        "feed_forward_length": "intermediate_size",
-        "attention.head_count": "num_attention_heads",
-        "context_length": "max_position_embeddings",
-        "vocab_size": "vocab_size",
-    }
+    # ---- keys ----------------------------------------------------------------------------------------------------------
 
     def spelling(self) -> dict[str, str]:
-        ours = {
-            **self._integers,
-            "attention.head_count_kv": "num_key_value_heads",
-            "attention.key_length": "head_dim",
-            "attention.value_length": "head_dim",
-            "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-            "rope.freq_base": "rope_theta",
-        }
-        return {f"{self.name}.{key}": value for key, value in ours.items()}
+        return {f"{self.name}.{ours}": theirs for ours, theirs in _SPELLING.items()}
 
     def from_huggingface(self, config: Metadata) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
-        self.check_config(config)
+        self._check_config(config)
         keys: dict[str, Any] = {"general.architecture": self.name}
-        for ours, theirs in self._integers.items():
+        for ours, theirs in _INTEGERS.items():
             keys[f"{self.name}.{ours}"] = config.count(theirs, high=MOST_LAYERS if ours == "block_count" else 1 << 31)
         heads, width = keys[f"{self.name}.attention.head_count"], keys[f"{self.name}.embedding_length"]
         keys[f"{self.name}.attention.head_count_kv"] = config.count("num_key_value_heads", default=heads)
@@ -106,10 +110,9 @@ class Decoder(Family):
         keys[f"{self.name}.attention.key_length"] = keys[f"{self.name}.attention.value_length"] = head
         keys[f"{self.name}.attention.layer_norm_rms_epsilon"] = config.number("rms_norm_eps", high=1.0)
         ropes, factors, notes = rope.to_gguf(config, self.name, head)
-        keys |= ropes
-        return keys, {} if factors is None else {rope.FACTORS: factors}, notes
+        return keys | ropes | self.more_keys(config), {} if factors is None else {rope.FACTORS: factors}, notes
 
-    def check_config(self, config: Metadata) -> None:
+    def _check_config(self, config: Metadata) -> None:
         """Refuses, by name, what this family does not do."""
         for key in ("hidden_act", "hidden_activation"):
             activation = config.get(key, self.activations[0], str)
@@ -118,25 +121,27 @@ class Decoder(Family):
                 raise UnsupportedFeatureError(f"{config.source}: {key} {activation!r:.60} is not supported for {self.name}, only {known}")
         if config.number("partial_rotary_factor", default=1.0) != 1.0 or rope.parameters(config).get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedFeatureError(f"{config.source}: 'partial_rotary_factor' other than 1 is not supported for {self.name}")
-        layers = config.get("layer_types", [], list)
-        other = next((kind for kind in layers if kind != "full_attention"), None)
+        other = next((kind for kind in config.get("layer_types", [], list) if kind != "full_attention"), None)
         if other is not None:
             raise UnsupportedFeatureError(f"{config.source}: layer_types {str(other)!r:.60} is not supported for {self.name}")
+        for key in self.refused:
+            if value := config.get(key, False):
+                raise UnsupportedFeatureError(f"{config.source}: {key!r} ({value!s:.20}) is not supported yet for {self.name}")
 
     def to_huggingface(self, metadata: Metadata, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        values = metadata.updated(self.complete(metadata)[0])
-        size = Dimensions.of(values, self.name)
+        values = metadata.updated(self.defaults(metadata)[0])
         factors = tensors[rope.FACTORS].float32() if rope.FACTORS in tensors else None
         config: dict[str, Any] = {
             "architectures": [self.huggingface_class],
             "model_type": self.model_types[0],
-            **{theirs: values.count(f"{self.name}.{ours}") for ours, theirs in self._integers.items()},
-            "num_key_value_heads": size.kv_heads,
-            "head_dim": size.head,
+            **{theirs: values.count(f"{self.name}.{ours}") for ours, theirs in _INTEGERS.items()},
+            "num_key_value_heads": values.count(f"{self.name}.attention.head_count_kv"),
+            "head_dim": values.count(f"{self.name}.attention.key_length"),
             "hidden_act": self.activations[0],
             "rms_norm_eps": _short_float(values.number(f"{self.name}.attention.layer_norm_rms_epsilon")),
             "tie_word_embeddings": HEAD not in tensors,
             **rope.to_config(values, self.name, factors),
+            **self.more_config(values),
         }
         if self.qkv_bias == "config":
             for key, biases in _BIASES.items():
@@ -147,7 +152,7 @@ class Decoder(Family):
                 config[key] = all(there)
         return config
 
-    def complete(self, metadata: Metadata) -> tuple[dict[str, Any], list[str]]:
+    def defaults(self, metadata: Metadata) -> tuple[dict[str, Any], list[str]]:
         added: dict[str, Any] = {}
         arch, notes = self.name, []
         heads = metadata.count(f"{arch}.attention.head_count")
@@ -171,17 +176,11 @@ class Decoder(Family):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported yet")
         if metadata.get(f"{arch}.attention.sliding_window", 0):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.attention.sliding_window' is not supported for {arch}")
-        kind = metadata.get(f"{arch}.rope.scaling.type", "none", str)
-        if kind not in ("none", "linear", "yarn"):
-            raise rope.UnsupportedRopeError(f"{metadata.source}: '{arch}.rope.scaling.type' {kind!r:.60} is not supported")
-        if kind != "none":
-            metadata.number(f"{arch}.rope.scaling.factor", *rope.FACTOR_RANGE)
         base = f"{arch}.rope.freq_base"
         if not metadata.has(base):
             notes.append(f"{metadata.source} has no '{base}'; 10000 is used, as llama.cpp does")
         added[base] = metadata.number(base, low=rope.LEAST_BASE, default=10000.0)
-        if kind == "yarn":
-            rope.refuse_yarn_base(added[base], metadata.source, metadata.spelled(base))
+        rope.check(metadata, arch, added[base])
         metadata.number(f"{arch}.attention.layer_norm_rms_epsilon", high=1.0)
         metadata.count(f"{arch}.context_length")
         if not metadata.has(f"{arch}.vocab_size"):
@@ -189,16 +188,44 @@ class Decoder(Family):
             added[f"{arch}.vocab_size"] = len(tokens)
         return added, notes
 
+    # ---- layers and tensors --------------------------------------------------------------------------------------------
+
+    def model(self, metadata: Metadata) -> ModelSpec:
+        arch = self.name
+
+        def count(key: str, high: int = _LARGEST) -> int:
+            return metadata.count(f"{arch}.{key}", high=high)
+
+        heads, kv_heads = count("attention.head_count", 1 << 16), count("attention.head_count_kv", 1 << 16)
+        if heads % kv_heads:
+            many, few = (metadata.spelled(f"{arch}.attention.{key}") for key in ("head_count", "head_count_kv"))
+            raise MetadataTypeError(f"{metadata.source}: {many!r} ({heads}) is not a multiple of {few!r} ({kv_heads})")
+        size = count("attention.key_length", 1 << 16)
+        if size % 2:
+            raise MetadataTypeError(f"{metadata.source}: the head size is {size}; a rotary embedding needs an even one")
+        epsilon = metadata.number(f"{arch}.attention.layer_norm_rms_epsilon")
+        layer = LayerSpec(
+            AttentionSpec(heads, kv_heads, size, count("attention.value_length", 1 << 16), size**-0.5),
+            FeedForwardSpec(count("feed_forward_length"), self.activations[0]),
+            epsilon,
+        )
+        return ModelSpec(
+            width=count("embedding_length"),
+            vocabulary=count("vocab_size"),
+            context=metadata.count(f"{arch}.context_length"),
+            layers=tuple(self.layer(layer, i, metadata) for i in range(count("block_count", MOST_LAYERS))),
+            ropes={"rope": rope.rope_spec(metadata, arch)},
+            epsilon=epsilon,
+        )
+
     def tensors(self, metadata: Metadata) -> list[TensorSpec]:
-        size = Dimensions.of(metadata, self.name)
-        specs = [TensorSpec(EMBEDDING, ("embed_tokens.weight",), (size.vocabulary, size.width))]
-        for layer in range(size.layers):
-            specs += self.layer_tensors(size, layer)
+        model = self.model(metadata)
         return [
-            *specs,
-            TensorSpec("output_norm.weight", ("norm.weight",), (size.width,)),
-            TensorSpec(HEAD, ("lm_head.weight",), (size.vocabulary, size.width), optional=True),
-            TensorSpec(rope.FACTORS, (), (size.head // 2,), optional=True),
+            TensorSpec(EMBEDDING, "embed_tokens.weight", (model.vocabulary, model.width)),
+            *(spec for i, layer in enumerate(model.layers) for spec in self._layer_tensors(model, layer, i)),
+            TensorSpec("output_norm.weight", "norm.weight", (model.width,)),
+            TensorSpec(HEAD, "lm_head.weight", (model.vocabulary, model.width), optional=True),
+            TensorSpec(rope.FACTORS, None, (model.ropes["rope"].dimensions // 2,), optional=True),
         ]
 
     def huggingface_tensors(self, metadata: Metadata, config: Metadata) -> list[TensorSpec]:
@@ -214,30 +241,38 @@ class Decoder(Family):
                 specs = [spec for spec in specs if spec.group not in groups]
         return specs
 
-    def layer_tensors(self, size: Dimensions, layer: int) -> list[TensorSpec]:
-        """The tensors of one layer."""
-        gguf, theirs = f"blk.{layer}.", f"layers.{layer}."
-        q, kv = size.heads * size.head, size.kv_heads * size.head
-        matrices = [
-            ("attn_q", "self_attn.q_proj", (q, size.width), size.heads, self.qkv_bias),
-            ("attn_k", "self_attn.k_proj", (kv, size.width), size.kv_heads, self.qkv_bias),
-            ("attn_v", "self_attn.v_proj", (kv, size.width), 0, self.qkv_bias),
-            ("attn_output", "self_attn.o_proj", (size.width, q), 0, "config" if self.qkv_bias == "config" else "never"),
-            ("ffn_gate", "mlp.gate_proj", (size.inner, size.width), 0, "config" if self.qkv_bias == "config" else "never"),
-            ("ffn_up", "mlp.up_proj", (size.inner, size.width), 0, "config" if self.qkv_bias == "config" else "never"),
-            ("ffn_down", "mlp.down_proj", (size.width, size.inner), 0, "config" if self.qkv_bias == "config" else "never"),
-        ]
+    def _layer_tensors(self, model: ModelSpec, layer: LayerSpec, index: int) -> list[TensorSpec]:
+        attention, inner, width = layer.attention, layer.feed_forward.inner, model.width
+        q, k = attention.heads * attention.key_size, attention.kv_heads * attention.key_size
+        v, attended = attention.kv_heads * attention.value_size, attention.heads * attention.value_size
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_norm": (width,), "attn_q": (q, width), "attn_k": (k, width), "attn_v": (v, width), "attn_output": (width, attended),
+            "ffn_norm": (width,), "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
+        }  # fmt: skip
+        rotary = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if self.interleaved else {}
+        whole = {part: fused for fused in self.fused for part in fused.parts}
         specs = []
-        for ours, name, shape, rotary, bias in matrices:
-            specs.append(TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), shape, rotary_heads=rotary))
-            if bias != "never":
-                optional = bias == "config"
-                group = f"{ours}.bias" if optional else ""
-                specs.append(TensorSpec(f"{gguf}{ours}.bias", (f"{theirs}{name}.bias",), shape[:1], optional, group, rotary))
-        norms = [("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")]
-        attention, feed_forward = (TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), (size.width,)) for ours, name in norms)
-        split = next(i for i, spec in enumerate(specs) if ".ffn_" in spec.name)
-        return [attention, *specs[:split], feed_forward, *specs[split:]]
+        for name, shape in shapes.items():
+            for kind in self._kinds(name):
+                theirs: Expression = Source(f"layers.{index}.{_HUGGINGFACE[name]}.{kind}")
+                ours: Expression = Source(f"blk.{index}.{name}.{kind}")
+                if fused := whole.get(name):
+                    at = [shapes[part][0] for part in fused.parts]
+                    start = sum(at[: fused.parts.index(name)])
+                    theirs = Rows(Source(f"layers.{index}.{fused.huggingface}.{kind}"), start, start + shape[0], sum(at))
+                    ours = Rows(Source(f"blk.{index}.{fused.gguf}.{kind}"), start, start + shape[0], sum(at))
+                if name in rotary:
+                    ours = Halves(ours, rotary[name])
+                optional = kind == "bias" and self.qkv_bias == "config"
+                wanted = shape if kind == "weight" else shape[:1]
+                group = f"{name}.bias" if optional else ""
+                specs.append(TensorSpec(f"blk.{index}.{name}.{kind}", theirs, wanted, optional, group, ours))
+        return specs
+
+    def _kinds(self, name: str) -> tuple[str, ...]:
+        """Whether a tensor of a layer has a bias beside its weights."""
+        with_bias = name in _BIASES["attention_bias"][:3] if self.qkv_bias == "always" else name in sum(_BIASES.values(), ())
+        return ("weight", "bias") if with_bias and self.qkv_bias != "never" else ("weight",)
 
 
 def _short_float(value: float) -> float:

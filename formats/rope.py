@@ -9,10 +9,12 @@ begin with `halfbyte.rope.` and other programs pass over them.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from .layers import RopeSpec
 from .metadata import CheckpointError, Metadata, MetadataTypeError
 
 FACTORS = "rope_freqs.weight"
@@ -32,6 +34,40 @@ KINDS = ("default", "linear", "dynamic", "yarn", "llama3")
 
 class UnsupportedRopeError(CheckpointError):
     """A rope_type that is not understood; running the model without it would give wrong text."""
+
+
+def check(metadata: Metadata, arch: str, base: float) -> None:
+    """Raises UnsupportedRopeError for GGUF's keys of a scaling that is not understood, MetadataTypeError for numbers that make no sense."""
+    kind = metadata.get(f"{arch}.rope.scaling.type", "none", str)
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedRopeError(f"{metadata.source}: '{arch}.rope.scaling.type' {kind!r:.60} is not supported")
+    if kind != "none":
+        metadata.number(f"{arch}.rope.scaling.factor", *FACTOR_RANGE)
+    if kind == "yarn":
+        refuse_yarn_base(base, metadata.source, metadata.spelled(f"{arch}.rope.freq_base"))
+
+
+def rope_spec(metadata: Metadata, arch: str) -> RopeSpec:
+    """The rotary table that GGUF's keys describe."""
+    scaling = f"{arch}.rope.scaling"
+    kind = metadata.get(f"{scaling}.type", "none", str)
+    plain = RopeSpec(metadata.count(f"{arch}.rope.dimension_count"), metadata.number(f"{arch}.rope.freq_base"), factors=FACTORS)
+    if kind == "linear":
+        return replace(plain, scaling=kind, factor=metadata.number(f"{scaling}.factor"))
+    if kind == "yarn":
+        factor = metadata.number(f"{scaling}.factor")
+        return replace(
+            plain,
+            scaling=kind,
+            factor=factor,
+            original=metadata.number(f"{scaling}.original_context_length"),
+            beta_fast=metadata.number(f"{scaling}.yarn_beta_fast", default=32.0),
+            beta_slow=metadata.number(f"{scaling}.yarn_beta_slow", default=1.0),
+            amplitude=metadata.number(f"{scaling}.attn_factor", default=1.0) * yarn_attention(factor),
+        )
+    if metadata.has(DYNAMIC_FACTOR):
+        return replace(plain, scaling="dynamic", factor=metadata.number(DYNAMIC_FACTOR))
+    return plain
 
 
 def refuse_yarn_base(base: float, where: str, key: str) -> None:

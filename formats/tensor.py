@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 
 from ..quant.block import BlockFormat, get_format
 from ..quant.errors import FormatError
 from .dequantize import to_float32
+from .errors import UnknownTypeError
 from .mapped import MappedFile
 
 RowSlice = slice | None
@@ -78,6 +81,18 @@ class Tensor(ABC):
         """The flat uint8 view of the mapped file where it holds tiles (.hbf), else None."""
         return None
 
+    def raw_rows(self, rows: slice) -> np.ndarray | None:
+        """uint8[rows, bytes of a row] as the file has them, in canonical order; None where rows do not lie in one piece."""
+        return None
+
+    def renamed(self, name: str) -> Self:
+        """The same tensor under another name."""
+        if name == self.name:
+            return self
+        other = copy.copy(self)
+        other.name = name
+        return other
+
     def release(self, rows: RowSlice = None) -> None:  # noqa: B027 - most tensors have nothing to release
         """Say that these rows will not be read again soon, so that their pages need not stay in memory."""
 
@@ -105,8 +120,7 @@ class RowsTensor(Tensor):
 
     file     the mapped file; its path is named in errors, its pages are released
     raw      uint8[rows, bytes of a row], a view of the mapping
-    order    int array: canonical row i is row order[i] of the file; None if they are the same
-    offset   added to every weight (norms that a family's files store as w - 1)
+    order    int array: row i is row order[i] of the file; None if they are the same
     scale    called with rows of the file (slice or int array), gives float32 that the weights are multiplied by (fp8 checkpoints)
     """
 
@@ -119,13 +133,34 @@ class RowsTensor(Tensor):
         raw: np.ndarray,
         *,
         order: np.ndarray | None = None,
-        offset: float = 0.0,
         scale: Callable[[RowIndex], np.ndarray] | None = None,
     ) -> None:
         self.name, self.shape, self.format = name, shape, format
         self.nbytes = raw.size
-        self._file, self._raw, self._order = file, raw, order
-        self._offset, self._scale = np.float32(offset), scale
+        self._file, self._raw, self._order, self._scale = file, raw, order, scale
+
+    @property
+    def path(self) -> Path:
+        """Of the file."""
+        return self._file.path
+
+    def taken(self, name: str, index: slice | np.ndarray, shape: tuple[int, ...]) -> RowsTensor:
+        """Rows of this tensor as another one: those of a slice, or row i is row index[i] of this one. Of vectors, elements."""
+        raw, scale = self._raw, self._scale
+        if self.vector:
+            width = raw.size // max(self.size, 1)
+            if width * self.size != raw.size:
+                raise UnknownTypeError(self.path, f"a vector of type {self.format}, of which no part can be taken", where=name)
+            raw = raw.reshape(self.size, width)
+        rows = np.arange(len(raw))[index]
+        if self._order is not None:
+            rows = self._order[index]
+            order = None if np.array_equal(rows, np.arange(len(raw))) else rows  # put in order and back
+            return RowsTensor(name, shape, self.format, self._file, raw, order=order, scale=scale)
+        if isinstance(index, np.ndarray):
+            return RowsTensor(name, shape, self.format, self._file, raw, order=rows, scale=scale)
+        shifted = None if scale is None else lambda some: scale(rows[some])
+        return RowsTensor(name, shape, self.format, self._file, raw[index], scale=shifted)
 
     def _index(self, rows: RowSlice) -> RowIndex:
         if self._order is None:
@@ -139,13 +174,11 @@ class RowsTensor(Tensor):
         values = to_float32(np.ascontiguousarray(self._raw[index]), self.format, self._file.path, self.name)
         if self._scale is not None:
             values *= self._scale(index)
-        if self._offset:
-            values += self._offset
         return values.reshape(self.shape) if rows is None else values
 
     def plain(self, rows: RowSlice = None) -> np.ndarray | None:
         dtype = _PLAIN.get(self.format)
-        if dtype is None or self.vector or self._offset or self._scale is not None:
+        if dtype is None or self.vector or self._scale is not None:
             return None
         raw = self._raw[self._index(rows)]
         # safetensors promises no alignment; an odd address is worth a copy.
@@ -154,7 +187,7 @@ class RowsTensor(Tensor):
         return raw.view(dtype)
 
     def blocks(self, rows: RowSlice = None) -> np.ndarray | None:
-        if self.vector or self._offset or self._scale is not None:
+        if self.vector or self._scale is not None:
             return None
         form = block_format(self.format)
         if form is None or form.header_bytes:
@@ -167,7 +200,6 @@ class RowsTensor(Tensor):
         return raw.reshape(raw.shape[0], -1, form.block_bytes)
 
     def raw_rows(self, rows: slice) -> np.ndarray:
-        """uint8[rows, bytes of a row] as the file has them, in canonical order."""
         return self._raw[self._index(rows)]
 
     def same_as(self, other: RowsTensor) -> bool:

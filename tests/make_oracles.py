@@ -71,6 +71,10 @@ def oracles() -> dict[str, Oracle]:
         "qwen2_odd": Oracle(llama(72, 40, 6, 1, 50, hf.Qwen2Config, head_dim=40, tie_word_embeddings=True)),
         # biases everywhere
         "biases": Oracle(llama(72, 40, 4, 2, 50, head_dim=16, attention_bias=True, mlp_bias=True)),
+        # q, k and v in one matrix, gate and up in another
+        "phi3": Oracle(llama(72, 40, 6, 2, 50, hf.Phi3Config, sliding_window=None, original_max_position_embeddings=128)),
+        # layers without a rotary embedding
+        "smollm3": Oracle(llama(72, 40, 6, 2, 50, hf.SmolLM3Config, num_hidden_layers=4, use_sliding_window=False)),
         # rotary scalings, and the spelling of older config files
         "linear": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=linear), older=True),
         "yarn": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=yarn), tokens=100, every=3),

@@ -197,11 +197,10 @@ def _speed(model: Checkpoint, arguments: argparse.Namespace) -> Speed:
     """As qbench measures it: 512 tokens of prefill and 128 of decode, or as many as the context has room for, three times."""
     from ..engine.engine import Engine
     from ..engine.measure.benchmark import benchmark
-    from ..engine.run.rope import longest_context
     from .report.data import Speed
 
     assert model.architecture is not None
-    longest = longest_context(model.metadata, model.architecture)
+    longest = model.model.context
     prompt, tokens = min(512, longest), max(1, min(128, longest - 2))
     with Engine(model.path, compute=arguments.compute, threads=arguments.threads, context=max(prompt, tokens + 2)) as engine:
         return Speed(prompt, tokens, benchmark(engine, prompt, tokens, 3))

@@ -20,7 +20,6 @@ from types import TracebackType
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.decoder import Dimensions
 from ...formats.errors import printable
 from ...formats.tensor import ArrayTensor
 from ...quant.errors import HalfbyteError
@@ -106,7 +105,7 @@ def _checked(checkpoint: Checkpoint, texts: np.ndarray) -> np.ndarray:
     texts = np.asarray(texts)
     if texts.ndim != 2 or texts.dtype.kind not in "iu" or not len(texts) or texts.shape[1] < SMALLEST_CHUNK:
         raise CalibrationError(f"the text must be ids in at least one chunk of at least {SMALLEST_CHUNK} tokens")
-    vocabulary = Dimensions.of(checkpoint.metadata, checkpoint.architecture).vocabulary
+    vocabulary = checkpoint.model.vocabulary
     if int(texts.min()) < 0 or int(texts.max()) >= vocabulary:
         raise CalibrationError(
             f"{checkpoint.path}: its tokenizer gives token {int(texts.max())}, but the model has only {vocabulary} tokens"
@@ -118,7 +117,7 @@ def token_counts(checkpoint: Checkpoint, texts: np.ndarray) -> np.ndarray:
     """int64[vocabulary]: how often each token is in int[chunks, tokens] ids. Raises CalibrationError."""
     texts = _checked(checkpoint, texts)
     assert checkpoint.architecture is not None
-    size = Dimensions.of(checkpoint.metadata, checkpoint.architecture).vocabulary
+    size = checkpoint.model.vocabulary
     return np.bincount(texts.reshape(-1), minlength=size).astype(np.int64)
 
 

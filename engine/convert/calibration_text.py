@@ -9,7 +9,6 @@ import numpy as np
 from ...formats.checkpoint import Checkpoint
 from ...formats.errors import printable
 from ..measure.evaluation_text import encode_beginning
-from ..run.rope import longest_context
 from ..text.tokenizer import Tokenizer
 from .calibration import CHUNK, SMALLEST_CHUNK, CalibrationError
 
@@ -41,7 +40,7 @@ def calibration_tokens(checkpoint: Checkpoint, text: str, tokens: int = TOKENS, 
     if checkpoint.architecture is None or not checkpoint.tokenizer:
         raise CalibrationError(f"{name} has no tokenizer, so no text can be run")
     if chunk is None:
-        chunk = min(CHUNK, longest_context(checkpoint.metadata, checkpoint.architecture))
+        chunk = min(CHUNK, checkpoint.model.context)
     if chunk < SMALLEST_CHUNK:
         raise CalibrationError(f"a chunk must have at least {SMALLEST_CHUNK} tokens, not {chunk}")
     tokenizer = Tokenizer.from_files(checkpoint.tokenizer)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.decoder import EMBEDDING, HEAD, Dimensions
+from ...formats.decoder import EMBEDDING, HEAD
 from ...formats.errors import printable, some
 from ...formats.tensor import Tensor
 from ...quant.errors import HalfbyteError
@@ -68,10 +68,13 @@ def check_comparable(model: Checkpoint, reference: Checkpoint) -> None:
         raise ReportError(
             f"{pair} are of different architectures, {model.architecture!r} and {reference.architecture!r}: they cannot be compared"
         )
-    ours, theirs = (Dimensions.of(c.metadata, c.architecture) for c in (model, reference))  # type: ignore[arg-type]
-    whats = {"vocabulary": "vocabularies", "layers": "numbers of layers", "width": "widths", "heads": "numbers of heads"}
-    for field, what in whats.items():
-        a, b = getattr(ours, field), getattr(theirs, field)
+    ours, theirs = model.model, reference.model
+    for what, a, b in (
+        ("vocabularies", ours.vocabulary, theirs.vocabulary),
+        ("numbers of layers", len(ours.layers), len(theirs.layers)),
+        ("widths", ours.width, theirs.width),
+        ("numbers of heads", ours.layers[0].attention.heads, theirs.layers[0].attention.heads),
+    ):
         if a != b:
             raise ReportError(f"{pair} have different {what}, {a} and {b}: they are not the same model")
 

@@ -20,8 +20,7 @@ from itertools import chain
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.decoder import Dimensions
-from ..model import Compute, ModelError, architecture
+from ..model import Compute
 from ..run.workers import Workers
 from .compare import ReportError, TensorReport, check_comparable, compare_tensors, tensor_pairs
 from .predictions import LogitMeter
@@ -175,17 +174,13 @@ def why_not_run(checkpoint: Checkpoint) -> str | None:
     """Why a checkpoint cannot be run, so that only its tensors can be compared; None if it can."""
     if checkpoint.architecture is None:
         return f"{checkpoint.path.name} holds weights only, no config.json and tokenizer.json: only tensors are compared"
-    try:
-        architecture(checkpoint.architecture)
-    except ModelError as error:
-        return f"{error}: only tensors are compared"
     return None
 
 
 def _check_ids(model: Checkpoint, ids: np.ndarray) -> None:
     """Token ids are rows of the embedding, which nobody checks later."""
     assert model.architecture is not None
-    vocabulary = Dimensions.of(model.metadata, model.architecture).vocabulary
+    vocabulary = model.model.vocabulary
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ReportError(f"{model.path}: its tokenizer gives token {int(ids.max())}, but the model has only {vocabulary} tokens")
 

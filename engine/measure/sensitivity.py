@@ -17,7 +17,7 @@ from types import TracebackType
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.decoder import EMBEDDING, HEAD, Dimensions
+from ...formats.decoder import EMBEDDING, HEAD
 from ...formats.tensor import Tensor
 from ..plan.plan import Buffer, Plan, Section
 from ..run.workers import Workers
@@ -42,7 +42,7 @@ Progress = Callable[[str, float, float], None]
 def probing_tokens(checkpoint: Checkpoint, most: int = _MOST_TOKENS) -> int:
     """How many tokens to measure all matrices of a model with: as many as memory for their residual streams allows."""
     assert checkpoint.architecture is not None
-    width = Dimensions.of(checkpoint.metadata, checkpoint.architecture).width
+    width = checkpoint.model.width
     changes = sum(not tensor.vector for tensor in checkpoint.tensors.values())
     fit = _STREAM_BYTES // max(1, 4 * width * changes)
     return max(_LEAST_TOKENS, min(most, fit) // CHUNK * CHUNK)

@@ -14,16 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.decoder import Dimensions
-from ...formats.rope import FACTORS
 from ...formats.tensor import Tensor
 from ...quant.block import get_format
 from ..kernels.structs import PAGE
-from ..model import Compute, ModelError, architecture
+from ..model import Compute, ModelError, write_plan
 from ..plan.builder import Builder, Limits
 from ..plan.plan import Buffer, Plan, Section
 from ..run.cache import PagedCache, Sequence
-from ..run.rope import longest_context, rope_table
+from ..run.rope import rope_tables
 from ..run.weights import Matrix, Weights, make_matrix, run_format
 from ..run.workers import Workers
 
@@ -123,27 +121,25 @@ class StreamedModel:
         tokens: int,
         report: Callable[[int, int], None] | None = None,
     ):
-        metadata, arch = checkpoint.metadata, checkpoint.architecture
-        if arch is None:
+        if checkpoint.architecture is None:
             raise ModelError(f"{checkpoint.path} holds weights only, no config.json and tokenizer.json: it cannot be run")
-        longest = longest_context(metadata, arch)
-        if tokens > longest:
-            raise ModelError(f"{checkpoint.path} takes at most {longest} tokens, not {tokens}; use a smaller --chunk")
-        size = Dimensions.of(metadata, arch)
-        self.vocabulary, self.compute, self.tokens = size.vocabulary, compute, tokens
+        model = checkpoint.model
+        if tokens > model.context:
+            raise ModelError(f"{checkpoint.path} takes at most {model.context} tokens, not {tokens}; use a smaller --chunk")
+        self.vocabulary, self.compute, self.tokens = model.vocabulary, compute, tokens
         self._workers = workers
         limits = Limits(tokens, min(OUTPUTS, tokens), 1, tokens, workers.count)
         cache_type = "f16" if compute == "int8" else "f32"
-        cache = OneLayerCache(size.kv_heads, size.head, cache_type, -(-tokens // PAGE) + 1)
-        factors = checkpoint.tensors[FACTORS].float32() if FACTORS in checkpoint.tensors else None
-        self._rope = rope_table(metadata, arch, factors, tokens)
+        heads = model.layers[0].attention
+        cache = OneLayerCache(heads.kv_heads, heads.key_size, cache_type, -(-tokens // PAGE) + 1)
+        self._rope = rope_tables(checkpoint, tokens)
         self._rope.reach(tokens)
         self._builder = Builder(weights, cache, cache_type, limits, "int8" if compute == "int8" else "f32")
-        architecture(arch).build(self._builder, metadata, self._rope)
+        write_plan(self._builder, checkpoint, self._rope)
         self.plan: Plan = self._builder.plan
         self.plan.link(report)
-        self._stream: Buffer = self.plan.buffers[f"x.step[{size.width}]"]
-        self.logits: Buffer = next(b for name, b in self.plan.buffers.items() if name.startswith("logits."))
+        self._stream: Buffer = self.plan.results["stream"]
+        self.logits: Buffer = self.plan.results["logits"]
         sequence = Sequence()
         cache.reserve(sequence, tokens)
         sequence.length = tokens

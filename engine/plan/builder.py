@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...formats.layers import AttentionSpec
 from ...quant.jit.arguments import parse
 from ..kernels.structs import (
     ALWAYS,
@@ -25,9 +26,7 @@ from ..kernels.structs import (
     panel_bytes,
     part_bytes,
 )
-from ..run.cache import PagedCache
-from ..run.rope import RopeTable
-from ..run.weights import Matrix, Weights
+from .operands import LayerPages, Matrix, RotaryTable, WeightsByName
 from .plan import Buffer, Plan, PlanError
 
 
@@ -75,7 +74,7 @@ class StepState:
 class Builder:
     """Writes a plan. `kind` is that of the activations where weights are integers: "int8", or "f32" to measure without that error."""
 
-    def __init__(self, weights: Weights, cache: PagedCache, cache_type: str, limits: Limits, kind: str):
+    def __init__(self, weights: WeightsByName, cache: LayerPages, cache_type: str, limits: Limits, kind: str):
         self.plan = Plan()
         self.weights, self.cache, self.cache_type, self.limits, self.kind = weights, cache, cache_type, limits, kind
         self.step = StepState(limits.tokens, limits.sequences)
@@ -113,7 +112,7 @@ class Builder:
 
     def embed(self, table: Matrix) -> Buffer:
         """Token ids -> the residual stream."""
-        x = self.floats("x", table.columns)
+        x = self.plan.results["stream"] = self.floats("x", table.columns)
         scratch = self.plan.buffer("embed.scratch", 2048 * self.limits.workers)
         self.plan.add(
             "embed", table.format, step=self._now.address, table=table, columns=table.columns,
@@ -154,10 +153,15 @@ class Builder:
         return out
 
     def attention(
-        self, layer: int, q: Buffer, k: Buffer, v: Buffer, heads: int, kv_heads: int, head_size: int, rope: RopeTable,
-        consumer: Matrix, scale: float | None = None,
-    ) -> Panels:  # fmt: skip
-        """Rotates q and k, stores k and v, attends, and gives the result in panels for `consumer`."""
+        self, layer: int, q: Buffer, k: Buffer, v: Buffer, spec: AttentionSpec, rope: RotaryTable, consumer: Matrix
+    ) -> Panels:
+        """Rotates q and k, stores k and v, attends, and gives the result in panels for `consumer`.
+
+        Raises PlanError for a size of values other than that of keys, which the kernels do not have.
+        """
+        if spec.value_size != spec.key_size:
+            raise PlanError(f"layer {layer}: values of {spec.value_size} dimensions beside keys of {spec.key_size} cannot be run yet")
+        heads, kv_heads, head_size = spec.heads, spec.kv_heads, spec.key_size
         limits, columns = self.limits, heads * head_size
         own = -(-q.width // 128) * 128
         private = self._private("q.lone", own * limits.workers)
@@ -171,7 +175,7 @@ class Builder:
             "rope_store", head_size, head_size, self.cache_type, barrier=MANY, step=self._now.address, q=q, k=k, v=v,
             q_stride=q.width, kv_stride=k.width, heads=heads, kv_heads=kv_heads, table=rope.address, cache=cache,
             page_bytes=self.cache.page_bytes, out=queries, lone=private, lone_worker=own,
-            scale=head_size**-0.5 if scale is None else scale, label=f"layer {layer}",
+            scale=spec.scale, label=f"layer {layer}",
         )  # fmt: skip
         self.plan.add(
             "attention", head_size, heads // kv_heads, self.cache_type, step=self._now.address, q=queries, lone=private,
@@ -217,6 +221,7 @@ class Builder:
         self.plan.add(
             "gather", barrier=MANY, step=self._now.address, x=x, x_stride=x.width, columns=columns, out=out
         )
+        self.plan.results["hidden"] = out
         return out
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
@@ -225,7 +230,13 @@ class Builder:
         """Parts of attention that fit: only when few sequences run is their attention split among workers (see Engine)."""
         return split_sequences(self.limits) * -(-self.limits.context // SPLIT)
 
+    def optional(self, name: str) -> str | None:
+        """The name of a vector if the checkpoint has it."""
+        return name if name in self.weights else None
+
     def _private(self, name: str, nbytes: int) -> Buffer:
+        """Memory that layers use one after another: one buffer for each name and size."""
+        name = f"{name}[{nbytes}]"
         return self.plan.buffers.get(name) or self.plan.buffer(name, nbytes)
 
 

@@ -86,11 +86,16 @@ class Section:
 
 @dataclass
 class Plan:
-    """Rows in order. `add` while it is written, `link` once, then `address`, `len`, `sections`."""
+    """Rows in order. `add` while it is written, `link` once, then `address`, `len`, `sections`.
+
+    results: buffers that are read from outside, by what they hold: "stream", the residual stream of the step's tokens; "hidden", that of
+    the tokens that get logits, before the last norm; "logits".
+    """
 
     ops: list[Op] = field(default_factory=list)
     buffers: dict[str, Buffer] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)
+    results: dict[str, Buffer] = field(default_factory=dict)
     _table: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     _blocks: dict[int, np.ndarray] = field(default_factory=dict)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...formats.layers import ModelSpec
 from ...quant.errors import HalfbyteError
 from ..kernels.structs import PAGE, head_bytes
 
@@ -100,3 +101,12 @@ class PagedCache:
             sequence.used -= 1
             self._free.append(int(sequence.pages[sequence.used]))
         sequence.length = min(sequence.length, length)
+
+
+def cache_of(model: ModelSpec, cache_type: str, pages: int) -> PagedCache:
+    """The cache of a model. Raises CacheFullError where there is no memory, SequenceError for layers of different heads."""
+    sizes = {(layer.attention.kv_heads, layer.attention.key_size) for layer in model.layers}
+    if len(sizes) > 1:
+        raise SequenceError("layers with different heads do not share pages yet: the model cannot be run")
+    ((kv_heads, head_size),) = sizes
+    return PagedCache(len(model.layers), kv_heads, head_size, cache_type, pages)

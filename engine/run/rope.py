@@ -7,11 +7,12 @@ Frequencies and angles are rounded to float32 where transformers rounds them; co
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...formats.metadata import CheckpointError, Metadata
-from ...formats.rope import DYNAMIC_FACTOR, FACTORS, yarn_attention
+from ...formats.checkpoint import Checkpoint, CheckpointError
+from ...formats.layers import RopeSpec
 
 
 class RopeTable:
@@ -46,44 +47,67 @@ class RopeTable:
         self._filled = stop
 
 
-def longest_context(metadata: Metadata, arch: str) -> int:
-    """Positions a model can be run with as its checkpoint says."""
-    return metadata.count(f"{arch}.context_length")
+def rope_tables(checkpoint: Checkpoint, context: int) -> RopeTables:
+    """The tables of a model, with room for `context` positions."""
+    return RopeTables({name: rope_table(spec, checkpoint, context) for name, spec in checkpoint.model.ropes.items()}, checkpoint, context)
 
 
-def rope_table(metadata: Metadata, arch: str, factors: np.ndarray | None, context: int) -> RopeTable:
-    """The table of a model. factors: float32[half] that frequencies are divided by, or None."""
-    dimensions = metadata.count(f"{arch}.rope.dimension_count")
-    base = metadata.number(f"{arch}.rope.freq_base")
-    frequencies = 1.0 / base ** (np.arange(0, dimensions, 2, dtype=np.float64) / dimensions)
-    amplitude = 1.0
-    if factors is not None:
+class RopeTables(Mapping[str, RopeTable]):
+    """Tables by the names that layers call them by; "" is one that turns nothing, made when it is asked for.
+
+    Attribute: `context`, the most positions that all of them have room for.
+    """
+
+    def __init__(self, tables: dict[str, RopeTable], checkpoint: Checkpoint, context: int):
+        self._tables = tables
+        self.context = min([context, *(table.context for table in tables.values())])
+        sizes = [layer.attention.key_size for layer in checkpoint.model.layers if not layer.attention.rope]
+        if sizes:
+            self._tables[""] = RopeTable(np.zeros(max(sizes) // 2, np.float32), 1.0, self.context)
+
+    def __getitem__(self, name: str) -> RopeTable:
+        return self._tables[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tables)
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def reach(self, position: int) -> None:
+        """Makes all tables good for positions below `position`."""
+        for table in self._tables.values():
+            table.reach(position)
+
+
+def rope_table(spec: RopeSpec, checkpoint: Checkpoint, context: int) -> RopeTable:
+    """One table. Raises CheckpointError for factors that frequencies cannot be divided by."""
+    frequencies = 1.0 / spec.base ** (np.arange(0, spec.dimensions, 2, dtype=np.float64) / spec.dimensions)
+    if spec.factors in checkpoint.tensors:
+        factors = checkpoint.tensors[spec.factors].float32()
         if not ((factors > 1e-6) & (factors < 1e9)).all():  # false for NaN as well
-            raise CheckpointError(f"{metadata.source}: {FACTORS}: frequencies cannot be divided by what it holds; convert the model anew")
+            problem = "frequencies cannot be divided by what it holds; convert the model anew"
+            raise CheckpointError(f"{checkpoint.metadata.source}: {spec.factors}: {problem}")
         frequencies = frequencies / np.asarray(factors, np.float64)
-    kind = metadata.get(f"{arch}.rope.scaling.type", "none", str)
-    if kind == "linear":
-        frequencies = frequencies / metadata.number(f"{arch}.rope.scaling.factor")
-    elif kind == "yarn":
-        frequencies, amplitude = _yarn(metadata, f"{arch}.rope.scaling", frequencies, dimensions, base)
-    elif metadata.has(DYNAMIC_FACTOR):
+    if spec.scaling == "linear":
+        frequencies = frequencies / spec.factor
+    elif spec.scaling == "yarn":
+        frequencies = _yarn(spec, frequencies)
+    elif spec.scaling == "dynamic":
         # Dynamic scaling changes every frequency once a text outgrows the trained context, which would change what is cached already.
         # Within that context it changes nothing.
-        context = min(context, longest_context(metadata, arch))
-    return RopeTable(frequencies.astype(np.float32), amplitude, context)
+        context = min(context, checkpoint.model.context)
+    return RopeTable(frequencies.astype(np.float32), spec.amplitude, context)
 
 
-def _yarn(metadata: Metadata, prefix: str, frequencies: np.ndarray, dimensions: int, base: float) -> tuple[np.ndarray, float]:
+def _yarn(spec: RopeSpec, frequencies: np.ndarray) -> np.ndarray:
     """Slow frequencies interpolated, fast ones kept, a linear ramp between (arXiv 2309.00071, section 3.2)."""
-    factor = metadata.number(f"{prefix}.factor")
-    original = metadata.number(f"{prefix}.original_context_length")
 
     def dimension(rotations: float) -> float:
         """The dimension whose wave turns so often within the original context."""
-        return dimensions * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+        return spec.dimensions * math.log(spec.original / (rotations * 2 * math.pi)) / (2 * math.log(spec.base))
 
-    low = max(math.floor(dimension(metadata.number(f"{prefix}.yarn_beta_fast", default=32.0))), 0)
-    high = min(math.ceil(dimension(metadata.number(f"{prefix}.yarn_beta_slow", default=1.0))), dimensions - 1)
-    ramp = np.clip((np.arange(dimensions // 2) - low) / max(high - low, 0.001), 0, 1)
-    amplitude = metadata.number(f"{prefix}.attn_factor", default=1.0) * yarn_attention(factor)
-    return frequencies / factor * ramp + frequencies * (1 - ramp), amplitude
+    low = max(math.floor(dimension(spec.beta_fast)), 0)
+    high = min(math.ceil(dimension(spec.beta_slow)), spec.dimensions - 1)
+    ramp = np.clip((np.arange(spec.dimensions // 2) - low) / max(high - low, 0.001), 0, 1)
+    return frequencies / spec.factor * ramp + frequencies * (1 - ramp)

@@ -20,7 +20,6 @@ from ...quant.errors import NonFiniteError
 from ...quant.measures import TensorMeter
 from ...quant.scaled import ScaledIntegers
 from ...quant.scales import check_finite, finite_f16, replace_nonfinite
-from ..family import interleave_order
 from ..tensor import Tensor
 
 CHUNK = 1 << 20
@@ -36,7 +35,6 @@ class Job:
     method      how scales are chosen
     through     a block format that weights are quantized to and back before they are written as `format`
     layout      "tiles" (kernel order), "rows" (one row after another, as GGUF and safetensors have them)
-    heads       > 0: rows go from the half order of rotary pairs to the interleaved one, in that many heads
     """
 
     tensor: Tensor
@@ -44,7 +42,6 @@ class Job:
     kept: bool = False
     method: str | None = None
     layout: str = "tiles"
-    heads: int = 0
     through: str | None = None
 
 
@@ -150,14 +147,12 @@ def streams(
 
 
 def chunks(job: Job) -> list[slice]:
-    """Slices of rows, each of about CHUNK weights: whole groups of 16 rows for tiles, whole heads where rows are reordered."""
+    """Slices of rows, each of about CHUNK weights: whole groups of 16 rows for tiles."""
     tensor = job.tensor
     if tensor.vector:
         return [slice(0, 1)]
     height = tensor.shape[-2]
     unit = ROWS if job.layout == "tiles" else 1
-    if job.heads:
-        unit = height // job.heads
     step = max(unit, CHUNK // tensor.columns // unit * unit)
     found = []
     for matrix in range(0, tensor.rows, height):
@@ -172,18 +167,12 @@ def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, M
         return _vector(job, allow_nonfinite)
     share = tensor.nbytes * (rows.stop - rows.start) // tensor.rows
     form = get_format(job.format)
-    order = None
-    if job.heads:
-        size = tensor.rows // job.heads
-        order = interleave_order((rows.stop - rows.start) // size, rows.stop - rows.start)
     tiles = job.layout == "tiles"
     measure, ready = Measure(), False
     blocks = _kept_blocks(tensor, rows, form, measure) if job.kept else None
     if blocks is None:
-        ready = tiles and order is None
+        ready = tiles
         blocks = _quantize(job, form, rows, "tiles" if ready else "blocks", allow_nonfinite, measure)
-    if order is not None:
-        blocks = blocks[order]
     if ready:
         data = blocks
     elif tiles:
@@ -282,8 +271,6 @@ def _vector(job: Job, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:
         if not allow_nonfinite:
             check_finite(values, job.tensor.name)
         values, measure.replaced = replace_nonfinite(values)
-    if job.heads:
-        values = values[interleave_order(job.heads, len(values))]
     if job.format == "f32":
         return values, measure, job.tensor.nbytes
     form, meter = get_format(job.format), TensorMeter()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,16 @@ import numpy as np
 from ... import __version__
 from ...quant.block import get_format
 from ..checkpoint import Checkpoint
-from ..family import Family, TensorSpec
 from ..gguf.values import ValueType
 from ..gguf.writer import GGUFWriter
 from ..rope import DYNAMIC_FACTOR
 from ..tensor import Tensor, block_format
 from ..tensor_types import BY_NAME
 from ..tokenizer.to_gguf import gguf_keys
-from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, plan, replacement_note, requantization_note, tensor_result
+from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, plan, replacement_note, requantization_note
 from .recipe import Choice, Recipe, RecipeError
-from .stream import Job, can_widen, default_threads, streams
+from .stream import Job, can_widen
+from .targets import main_format, planned, targets, write_tensors
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "iq4_nl": 25, "bf16": 32}
 """Values of general.file_type: the type that most weights have. A label for people; readers do not depend on it."""
@@ -48,9 +47,8 @@ def export_gguf(
         raise RecipeError(f"{checkpoint.path.name}: holds weights only; a GGUF file needs the config.json and tokenizer.json of its model")
     if recipe is not None:
         recipe.check_without_inputs()
-    specs = {spec.name: spec for spec in checkpoint.family.tensors(checkpoint.metadata)}
-    jobs = [_plan(tensor, recipe, specs[tensor.name], checkpoint.family) for tensor in checkpoint.tensors.values()]
-    main = recipe.asked if recipe else _main_format([job for job, _ in jobs])
+    jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in targets(checkpoint, "gguf")]
+    main = recipe.asked if recipe else main_format(jobs)
     result = ConversionResult(Path(output), "gguf", main, files_nbytes(checkpoint))
     result.notes += requantization_note(jobs)
     metadata = gguf_metadata(checkpoint, main, result.notes)
@@ -59,23 +57,18 @@ def export_gguf(
             writer.add(key, value, *_type(key))
         for job, _ in jobs:
             writer.declare(job.tensor.name, job.tensor.shape, _gguf_type(job.format))
-        encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
-        with closing(encoded):
-            for stream, (job, choice) in zip(encoded, jobs, strict=True):
-                writer.write(job.tensor.name, stream.pieces)
-                result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
+        write_tensors(writer, jobs, result, threads, allow_nonfinite, advance)
     result.bytes_after = os.stat(output).st_size
     result.notes += replacement_note(result)
     return result
 
 
-def _plan(tensor: Tensor, recipe: Recipe | None, spec: TensorSpec, family: Family) -> tuple[Job, Choice]:
+def _plan(tensor: Tensor, recipe: Recipe | None) -> tuple[Job, Choice]:
     job, choice = plan(tensor, recipe) if recipe else _as_it_is(tensor)
     method = job.method
     if _gguf_type(choice.format, missing="") == "" or (not tensor.vector and tensor.columns % BY_NAME[_gguf_type(choice.format)].block):
         choice, method = _instead(tensor, choice), None
-    heads = spec.rotary_heads if family.interleaved else 0
-    return Job(tensor, choice.format, choice.kept, method, "rows", heads), choice
+    return Job(tensor, choice.format, choice.kept, method, "rows"), choice
 
 
 def _as_it_is(tensor: Tensor) -> tuple[Job, Choice]:
@@ -119,13 +112,6 @@ def _gguf_type(name: str, missing: str | None = None) -> str:
     if found is None and missing is None:
         raise AssertionError(f"{name} has no GGUF type")
     return (found or missing or "").lower()
-
-
-def _main_format(jobs: list[Job]) -> str:
-    weights: dict[str, int] = {}
-    for job in jobs:
-        weights[job.format] = weights.get(job.format, 0) + job.tensor.size
-    return max(weights, key=lambda name: weights[name])
 
 
 def _type(key: str) -> tuple[ValueType, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ from ..atomic import atomic_folder
 from ..checkpoint import EOS_IDS, Checkpoint
 from ..decoder import HEAD
 from ..errors import OutputError
-from ..family import Family, TensorSpec, UnsupportedFeatureError
+from ..family import Family
 from ..metadata import Metadata
 from ..safetensors.writer import ShardedWriter
 from ..tensor import Tensor
 from ..tokenizer.from_gguf import checked, dumps, from_gguf
-from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, replacement_note, requantization_note, tensor_result
+from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, replacement_note, requantization_note
 from .recipe import Choice, Recipe, RecipeError, method_of
-from .stream import Job, default_threads, streams
+from .stream import Job
+from .targets import main_format, planned, targets, write_tensors
 
 PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 """Formats that weights can have in the folder, and what config.json calls them."""
@@ -53,10 +53,8 @@ def export_huggingface(
         raise RecipeError(f"{checkpoint.path.name}: holds weights only; a folder needs the config.json and tokenizer.json of their model")
     if recipe is not None:
         recipe.check_without_inputs()
-    specs = {spec.name: spec for spec in found.tensors(checkpoint.metadata) if spec.sources}
-    jobs = [_plan(tensor, recipe) for tensor in checkpoint.tensors.values() if tensor.name in specs]
-    names = {job.tensor.name: _name(specs[job.tensor.name], found) for job, _ in jobs}
-    main = _main_format([job for job, _ in jobs])
+    jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in targets(checkpoint, "huggingface", _spelled)]
+    main = main_format(jobs)
     result = ConversionResult(Path(output), "safetensors", recipe.asked if recipe else main, files_nbytes(checkpoint))
     result.notes += requantization_note(jobs)
     config = config_json(checkpoint, found, PLAIN[main])
@@ -64,12 +62,8 @@ def export_huggingface(
     with atomic_folder(output, inputs=inputs(checkpoint)) as folder:
         with ShardedWriter(folder, shard_bytes=shard_bytes) as writer:
             for job, _ in jobs:
-                writer.declare(names[job.tensor.name], job.tensor.shape, job.format)
-            encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
-            with closing(encoded):
-                for stream, (job, choice) in zip(encoded, jobs, strict=True):
-                    writer.write(names[job.tensor.name], stream.pieces)
-                    result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
+                writer.declare(job.tensor.name, job.tensor.shape, job.format)
+            write_tensors(writer, jobs, result, threads, allow_nonfinite, advance)
         for name, value in {"config.json": config, "generation_config.json": generation_json(checkpoint), **files}.items():
             _write(folder / name, value)
         result.bytes_after = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -103,19 +97,8 @@ def _plain_type(tensor: Tensor) -> str:
     return "bf16" if tensor.format.startswith("f8") else "f16"
 
 
-def _name(spec: TensorSpec, found: Family) -> str:
-    if len(spec.sources) != 1 or spec.offset:
-        raise UnsupportedFeatureError(
-            f"writing Hugging Face files is not supported for {found.name}: {spec.name} is stored otherwise there"
-        )
-    return spec.sources[0] if spec.sources[0].startswith("lm_head.") else f"model.{spec.sources[0]}"
-
-
-def _main_format(jobs: list[Job]) -> str:
-    weights: dict[str, int] = {}
-    for job in jobs:
-        weights[job.format] = weights.get(job.format, 0) + job.tensor.size
-    return max(weights, key=lambda name: weights[name])
+def _spelled(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def config_json(checkpoint: Checkpoint, found: Family, dtype: str) -> dict[str, Any]:

@@ -41,18 +41,19 @@ def family_names() -> tuple[str, ...]:
     """Architectures that a family is known for: the modules of `formats/families`, then other packages' entry points."""
     from importlib.metadata import entry_points
 
-    ours = _own_names()
+    ours = built_in_names()
     return (*ours, *(point.name for point in entry_points(group="halfbyte.families") if point.name not in ours))
 
 
 @cache
-def _own_names() -> tuple[str, ...]:
+def built_in_names() -> tuple[str, ...]:
+    """Architectures that a module of this folder knows."""
     return tuple(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 @cache
 def _load(name: str) -> Family | None:
-    if name in _own_names():
+    if name in built_in_names():
         return importlib.import_module(f".{name}", __name__).FAMILY
     # Reading the entry points of all installed packages takes milliseconds: only for names that are not ours.
     from importlib.metadata import entry_points

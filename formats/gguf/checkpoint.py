@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..chat_template import template_of
-from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape
+from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, assemble
 from ..decoder import EMBEDDING
-from ..errors import InputError, UnknownTypeError, printable
+from ..errors import InputError, printable
 from ..families import family
-from ..family import Family, TensorSpec, rotary_order
+from ..family import Family
 from ..metadata import Metadata
 from ..tensor import RowsTensor, Tensor
 from .reader import GGUFFile
@@ -29,13 +29,13 @@ def open_gguf(path: Path) -> Checkpoint:
         if metadata.count("split.count", low=0, default=0) > 1:
             raise InputError(path, "is one part of a split model; join the parts first (llama-gguf-split --merge)")
         found = family(metadata.require("general.architecture", str), path.name)
-        values, notes = complete(found, metadata, file.tensors)
-        specs = bind(path, found, found.tensors(values), list(file.tensors))
+        values, notes = with_defaults(found, metadata, file.tensors)
+        tensors = assemble(path, found, found.tensors(values), "gguf", list(file.tensors), lambda name: _tensor(file, name))
         return Checkpoint(
             path,
             "gguf",
             values,
-            {spec.name: _tensor(file, found, spec) for spec in specs},
+            tensors,
             family=found,
             tokenizer=TokenizerFiles(chat_template=template_of(values), gguf=values),
             files=[path],
@@ -44,24 +44,17 @@ def open_gguf(path: Path) -> Checkpoint:
         )
 
 
-def _tensor(file: GGUFFile, found: Family, spec: TensorSpec) -> Tensor:
-    entry = file.tensors[spec.name]
-    check_shape(file.path, entry.shape, spec, spec.name)
-    order = rotary_order(spec.rotary_heads, spec.shape[0]) if spec.rotary_heads and found.interleaved else None
-    raw = entry.raw()
-    if order is not None and len(spec.shape) == 1:
-        if entry.kind.block != 1:
-            raise UnknownTypeError(file.path, f"a vector of type {entry.type} whose order must change", where=spec.name)
-        raw = raw.reshape(spec.shape[0], -1)
-    return RowsTensor(spec.name, entry.shape, entry.type, file, raw, order=order)
+def _tensor(file: GGUFFile, name: str) -> Tensor:
+    entry = file.tensors[name]
+    return RowsTensor(name, entry.shape, entry.type, file, entry.raw())
 
 
-def complete(found: Family, metadata: Metadata, tensors: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
+def with_defaults(found: Family, metadata: Metadata, tensors: Mapping[str, Any]) -> tuple[Metadata, list[str]]:
     """Metadata with the values that files may leave out, and notes. tensors: anything with a shape, by name."""
     size = f"{found.name}.vocab_size"
     if not metadata.has(size) and EMBEDDING in tensors:
         metadata = metadata.updated({size: tensors[EMBEDDING].shape[0]})
-    added, notes = found.complete(metadata)
+    added, notes = found.defaults(metadata)
     if not metadata.has(EOS_IDS) and metadata.has("tokenizer.ggml.eos_token_id"):
         ids = [metadata.count(f"tokenizer.ggml.{name}_token_id", low=0, default=None) for name in ("eos", "eot", "eom")]
         added[EOS_IDS] = list(dict.fromkeys(number for number in ids if number is not None))

@@ -13,7 +13,7 @@ from ..chat_template import template_of
 from ..checkpoint import Checkpoint, TokenizerFiles, bind, check_shape
 from ..errors import HeaderError
 from ..families import family
-from ..gguf.checkpoint import complete
+from ..gguf.checkpoint import with_defaults
 from ..gguf.values import TypedValues, ValueType
 from ..metadata import Metadata
 from ..tensor import RowSlice, Tensor
@@ -59,8 +59,10 @@ def open_hbf(path: Path) -> Checkpoint:
         names = list(file.tensors)
         if metadata.has("general.architecture"):
             found = family(metadata.require("general.architecture", str), path.name)
-            metadata, notes = complete(found, metadata, file.tensors)
-            specs = bind(path, found, found.tensors(metadata), names)
+            metadata, notes = with_defaults(found, metadata, file.tensors)
+            specs = found.tensors(metadata)
+            there = bind(path, found, specs, names, {spec.name: (spec.name,) for spec in specs})
+            specs = [spec for spec in specs if spec.name in there]
             for spec in specs:
                 check_shape(path, file.tensors[spec.name].shape, spec, spec.name)
             names = [spec.name for spec in specs]

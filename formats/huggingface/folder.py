@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..chat_template import template_keys, writable
-from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, bind, check_shape, model_name
+from ..checkpoint import EOS_IDS, Checkpoint, TokenizerFiles, assemble, model_name
 from ..decoder import EMBEDDING, HEAD
 from ..errors import HeaderError, InputError, printable, some
 from ..families import family_of_model_type
@@ -15,7 +15,7 @@ from ..family import Family, TensorSpec
 from ..json_file import is_there, read_bytes, read_object
 from ..metadata import Metadata
 from ..safetensors.reader import read_index
-from ..tensor import ArrayTensor, RowsTensor, Tensor
+from ..tensor import RowsTensor, Tensor
 from .weights import SHARD_INDEX, Weights, open_weights, refuse_packed, refuse_quantized
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -78,7 +78,7 @@ def _open(path: Path, folder: Path, file: Path | None) -> Checkpoint:
         tokenizer = tokenizer_files(folder, notes)
         keys |= template_keys(tokenizer.chat_template)
         metadata = Metadata(keys, CONFIG, found.spelling())
-        tensors = _bind(path, found, found.huggingface_tensors(metadata, config), weights, computed)
+        tensors = _tensors(path, found, found.huggingface_tensors(metadata, config), weights, computed)
         notes += settle_head(tensors, config.get("tie_word_embeddings", None, bool))
         return Checkpoint(
             path,
@@ -102,25 +102,13 @@ def text_config(config: dict[str, Any]) -> Metadata:
     return Metadata(config, CONFIG)
 
 
-def _bind(path: Path, found: Family, specs: list[TensorSpec], weights: Weights, computed: dict[str, Any]) -> dict[str, Tensor]:
+def _tensors(path: Path, found: Family, specs: list[TensorSpec], weights: Weights, computed: dict[str, Any]) -> dict[str, Tensor]:
     body, head = next((pair for pair in _PREFIXES if f"{pair[0]}embed_tokens.weight" in weights), _PREFIXES[0])
 
-    def spelled(spec: TensorSpec) -> tuple[str, ...]:
-        return tuple((head if name.startswith("lm_head.") else body) + name for name in spec.sources)
+    def spell(name: str) -> str:
+        return (head if name.startswith("lm_head.") else body) + name
 
-    tensors: dict[str, Tensor] = {}
-    there = bind(path, found, specs, weights.names, spelled)
-    present = {spec.name for spec in there}
-    for spec in specs:
-        if spec.name in present:
-            tensor = found.tensor(spec, weights, spelled(spec))
-            check_shape(path, tensor.shape, spec, spelled(spec)[0])
-        elif spec.name in computed:
-            tensor = ArrayTensor(spec.name, computed[spec.name])
-        else:
-            continue
-        tensors[spec.name] = tensor
-    return tensors
+    return assemble(path, found, specs, "huggingface", weights.names, weights.tensor, spell=spell, computed=computed)
 
 
 def settle_head(tensors: dict[str, Tensor], tied: bool | None) -> list[str]:

@@ -95,11 +95,11 @@ class Weights:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._entries[name].shape
 
-    def tensor(self, name: str, canonical: str | None = None, offset: float = 0.0) -> RowsTensor:
-        """The tensor of a name; `canonical` is what it is called in the checkpoint, `offset` is added to its weights."""
+    def tensor(self, name: str) -> RowsTensor:
+        """The tensor of a name."""
         entry = self._entries[name]
         scale = self._scale_of(name) if name in self._scales else None
-        return RowsTensor(canonical or name, entry.shape, entry.dtype, entry.file, entry.raw(), offset=offset, scale=scale)
+        return RowsTensor(name, entry.shape, entry.dtype, entry.file, entry.raw(), scale=scale)
 
     def _scale_of(self, name: str) -> Any:
         """A function that gives the factors of some rows: one for the tensor, one per row, or one per block of rows and columns."""

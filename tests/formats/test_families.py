@@ -1,5 +1,6 @@
 """Families: config.json to GGUF's keys and back, rotary scaling, the order of rotary rows, finding families."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -8,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halfbyte.formats import family as family_module
-from halfbyte.formats import rope
+from halfbyte.formats import families, rope
+from halfbyte.formats.expression import halves_order, pairs_order
 from halfbyte.formats.families import family, family_of_model_type
-from halfbyte.formats.family import interleave_order, rotary_order
 from halfbyte.formats.metadata import Metadata, MetadataTypeError, MissingKeyError
 from halfbyte.formats.opening import open_checkpoint
 from support import tiny
@@ -130,28 +130,25 @@ def test_config_comes_back_as_it_was(tmp_path, config):
 @given(heads=st.integers(1, 8), half=st.integers(1, 16))
 def test_orders_are_inverses_and_pair_up(heads, half):
     rows = heads * 2 * half
-    there, back = interleave_order(heads, rows), rotary_order(heads, rows)
+    there, back = pairs_order(heads, rows), halves_order(heads, rows)
     np.testing.assert_array_equal(there[back], np.arange(rows))
     np.testing.assert_array_equal(there, tiny.interleave(np.arange(rows), heads))
 
 
 def test_a_family_of_another_package(monkeypatch):
     """A new family needs an entry point, and nothing else."""
-    from halfbyte.formats.families.llama import Llama
+    from halfbyte.formats.families.llama import FAMILY
 
-    class Other(Llama):
-        name = "other"
-        model_types = ("other_model",)
-
-    point = SimpleNamespace(name="other", load=lambda: Other())
+    other = dataclasses.replace(FAMILY, name="other", model_types=("other_model",))
+    point = SimpleNamespace(name="other", load=lambda: other)
     monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point] if group == "halfbyte.families" else [])
-    family_module._load.cache_clear()
+    families._load.cache_clear()
     try:
         assert family("other", "a.gguf").name == "other"
         assert family_of_model_type("other_model", "config.json").name == "other"
         assert family("llama", "a.gguf").name == "llama"
     finally:
-        family_module._load.cache_clear()
+        families._load.cache_clear()
 
 
 def test_metadata_names_keys_as_the_source_does():

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...engine.generate.generation import PromptError
-from ...engine.model import architecture
-from ...engine.run.rope import longest_context
 from ...engine.text.template import ChatTemplate, TemplateError
 from ...engine.text.tokenizer import Tokenizer
 from ...formats.checkpoint import Checkpoint, model_name
 from ...formats.conversion.convert import inputs
-from ...formats.decoder import Dimensions
 from ...formats.errors import printable
 from ...formats.opening import open_checkpoint
 from ...quant.errors import HalfbyteError
@@ -77,7 +74,6 @@ def survey(
             if checkpoint.architecture is None or not checkpoint.tokenizer:
                 missing = "weights only, no config.json" if checkpoint.architecture is None else "no tokenizer"
                 raise CompareError(f"{printable(path, 300)}: holds {missing}: it cannot answer prompts")
-            architecture(checkpoint.architecture)  # refuses what is not known
             tokenizer = Tokenizer.from_files(checkpoint.tokenizer, wait=False)
             candidate = _candidate(checkpoint, name, tokenizer, prompts, raw, system)
             tokens = [tokenizer.token(i) for i in range(tokenizer.vocabulary_size)]
@@ -100,7 +96,7 @@ def _candidate(
         if system is not None:
             raise UsageError(f"--system: {name} has no chat template to put it in")
         notes.append(f"{name} has no chat template; it continues the prompts, as with --raw")
-    context = longest_context(checkpoint.metadata, arch)
+    context = checkpoint.model.context
     encoded = []
     for number, prompt in enumerate(prompts, 1):
         try:
@@ -117,7 +113,7 @@ def _candidate(
         name=name,
         nbytes=sum(os.stat(file).st_size for file in checkpoint.files),
         context=context,
-        vocabulary=Dimensions.of(checkpoint.metadata, arch).vocabulary,
+        vocabulary=checkpoint.model.vocabulary,
         prompts=encoded,
         continues=template is None,
         inputs=inputs(checkpoint),

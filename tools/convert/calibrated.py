@@ -124,11 +124,9 @@ def convert_mixed(
     if goal.kl is not None:
         from ...engine.measure.built_in_text import BUILT_IN_TEXT, TOKENS
         from ...engine.measure.evaluation_text import evaluation_tokens
-        from ...engine.run.rope import longest_context
         from ..terminal.text_file import read_text
 
-        assert checkpoint.architecture is not None
-        chunk = min(chunk, longest_context(checkpoint.metadata, checkpoint.architecture))
+        chunk = min(chunk, checkpoint.model.context)
         ids, _ = evaluation_tokens(checkpoint, checkpoint, read_text(str(BUILT_IN_TEXT), TOKENS), TOKENS, chunk)
     _announce(estimated_multiplications(checkpoint, candidate_formats(checkpoint, recipe, goal), texts), threads)
     with stages(name=target.name) as progress:

@@ -124,15 +124,9 @@ def _has_lost(checkpoint: Checkpoint) -> bool:
 
 def _why_not_run(checkpoint: Checkpoint) -> str | None:
     """Why the model cannot be run to quantize it; None if it can."""
-    from ...engine.model import ModelError, architecture
-
     name = checkpoint.path.name
     if checkpoint.architecture is None:
         return f"{name} holds weights only, no config.json and tokenizer.json"
-    try:
-        architecture(checkpoint.architecture)
-    except ModelError as error:
-        return str(error)
     return None if checkpoint.tokenizer else f"{name} has no tokenizer, so no text can be run"
 
 

@@ -16,6 +16,7 @@ from halfbyte.formats.conversion.stream import Job, streams
 from halfbyte.formats.conversion.to_gguf import export_gguf
 from halfbyte.formats.conversion.to_huggingface import export_huggingface
 from halfbyte.formats.errors import OutputError
+from halfbyte.formats.expression import Pairs, Source, evaluate
 from halfbyte.formats.opening import open_checkpoint
 from halfbyte.quant.block import get_format
 from halfbyte.quant.errors import FormatError, NonFiniteError
@@ -453,7 +454,8 @@ def test_chunks_cover_a_tensor(tmp_path, monkeypatch):
     whole, cut = [], []
     with open_checkpoint(tmp_path / "m") as found:
         jobs = [Job(found.tensors[name], "q8_0") for name in ("token_embd.weight", "blk.0.ffn_up.weight", "blk.0.attn_k.weight")]
-        jobs.append(Job(found.tensors["blk.0.attn_q.weight"], "q8_0", layout="rows", heads=4))
+        pairs = evaluate(Pairs(Source("blk.0.attn_q.weight"), 4), "q", found.tensors.__getitem__, tmp_path)
+        jobs.append(Job(pairs, "q8_0", layout="rows"))
         for into, size in ((whole, 1 << 20), (cut, 100)):
             monkeypatch.setattr("halfbyte.formats.conversion.stream.CHUNK", size)
             for stream in streams(jobs, 2):

@@ -1,0 +1,57 @@
+"""What the rows of a plan refer to: matrices, vectors, the KV cache and rotary tables, as shapes and addresses.
+
+A plan does not know who holds them: weights in memory, weights that come and go while a model streams (measure/streaming.py), or one
+that stands in for another.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+
+class Matrix(Protocol):
+    """Weights of a matrix product: rows x columns as in the checkpoint, in tiles of a block format at `address`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def integers(self) -> bool:
+        """True if the format is multiplied as integers."""
+        ...
+
+
+class WeightsByName(Protocol):
+    """The weights of a model by GGUF's names."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def matrix(self, name: str) -> Matrix: ...
+    def vector(self, name: str, pad: int = 32) -> np.ndarray:
+        """float32, padded with zeros to a multiple of `pad`."""
+        ...
+
+
+class LayerPages(Protocol):
+    """Where the keys and values of layers lie."""
+
+    @property
+    def page_bytes(self) -> int: ...
+    def layer(self, layer: int) -> int:
+        """Address of a layer's first page."""
+        ...
+
+
+class RotaryTable(Protocol):
+    """float32[positions][cosines of half | sines of half] at `address`."""
+
+    @property
+    def address(self) -> int: ...
