@@ -12,6 +12,7 @@ import numpy as np
 
 from ... import __version__
 from ...quant.block import get_format
+from ...quant.processors import logical_processors
 from ..checkpoint import Checkpoint
 from ..family import Family, TensorSpec
 from ..gguf.values import ValueType
@@ -22,7 +23,7 @@ from ..tensor_types import BY_NAME
 from ..tokenizer.to_gguf import gguf_keys
 from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, plan, replacement_note, requantization_note, tensor_result
 from .recipe import Choice, Recipe, RecipeError
-from .stream import Job, can_widen, default_threads, streams
+from .stream import Job, can_widen, streams
 
 FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "iq4_nl": 25, "bf16": 32}
 """Values of general.file_type: the type that most weights have. A label for people; readers do not depend on it."""
@@ -59,7 +60,7 @@ def export_gguf(
             writer.add(key, value, *_type(key))
         for job, _ in jobs:
             writer.declare(job.tensor.name, job.tensor.shape, _gguf_type(job.format))
-        encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+        encoded = streams([job for job, _ in jobs], threads or logical_processors(), allow_nonfinite=allow_nonfinite, advance=advance)
         with closing(encoded):
             for stream, (job, choice) in zip(encoded, jobs, strict=True):
                 writer.write(job.tensor.name, stream.pieces)

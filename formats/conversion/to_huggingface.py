@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...quant.block import get_format
+from ...quant.processors import logical_processors
 from ..atomic import atomic_folder
 from ..checkpoint import EOS_IDS, Checkpoint
 from ..decoder import HEAD
@@ -23,7 +24,7 @@ from ..tensor import Tensor
 from ..tokenizer.from_gguf import checked, dumps, from_gguf
 from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, replacement_note, requantization_note, tensor_result
 from .recipe import Choice, Recipe, RecipeError, method_of
-from .stream import Job, default_threads, streams
+from .stream import Job, streams
 
 PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 """Formats that weights can have in the folder, and what config.json calls them."""
@@ -65,7 +66,7 @@ def export_huggingface(
         with ShardedWriter(folder, shard_bytes=shard_bytes) as writer:
             for job, _ in jobs:
                 writer.declare(names[job.tensor.name], job.tensor.shape, job.format)
-            encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+            encoded = streams([job for job, _ in jobs], threads or logical_processors(), allow_nonfinite=allow_nonfinite, advance=advance)
             with closing(encoded):
                 for stream, (job, choice) in zip(encoded, jobs, strict=True):
                     writer.write(names[job.tensor.name], stream.pieces)

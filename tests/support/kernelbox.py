@@ -11,6 +11,9 @@ from halfbyte.quant.jit.arguments import pack, parse
 _CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
 _SLOTS = (ctypes.c_int64 * 16)()
 
+CLAIMED = ("matmul", "gated")
+"""Kernels that take a span of units instead of the number of workers."""
+
 
 def aligned(nbytes, fill=0xFF):
     """uint8[nbytes] at a multiple of 64; all ones is NaN in f16 and f32, so what is read but never written shows."""
@@ -39,7 +42,10 @@ def run(name, parameters, workers=1, **arguments):
     block = np.frombuffer(pack(kernel.fields, values), np.uint8)
     slot = ctypes.addressof(_SLOTS)
     for worker in range(workers):
-        assert _CALL(kernel.address)(slot, slot + 64, block.ctypes.data, worker, workers) == 0
+        third = workers
+        if name in CLAIMED:
+            third = layout.span(layout.WHOLE * worker // workers, layout.WHOLE * (worker + 1) // workers)
+        assert _CALL(kernel.address)(slot, slot + 64, block.ctypes.data, worker, third) == 0
 
 
 class Step:
