@@ -29,7 +29,7 @@ _FUTEX = {"x86_64": 202, "aarch64": 98, "arm64": 98}
 _FIELD = {name: i for i, name in enumerate(SETTINGS.split())}
 INTERPRETER = ("halfbyte.engine.kernels.interpreter",)
 
-SPIN, YIELDS, PATIENCE = 300, 20, 5000
+SPIN, YIELDS, PATIENCE = 300, 100, 5000
 """Turns, of some 20 to 70 ns, that a worker waits for others at full speed, then while offering its processor, before it sleeps; and that
 it waits for the next plan before it parks."""
 
@@ -138,7 +138,10 @@ class _Pool:
             number = None
         if number is not None:
             self._set(syscall=_address(ctypes.CDLL(None).syscall), futex=number, resident=1)
-        self._set(yield_=_address(ctypes.windll.kernel32.SwitchToThread if sys.platform == "win32" else ctypes.CDLL(None).sched_yield))
+        if sys.platform == "win32":
+            self._set(yield_=_address(ctypes.windll.kernel32.SwitchToThread))
+        else:
+            self._set(yield_=_address(ctypes.CDLL(None).sched_yield))
         self._resident = number is not None
 
     def _set(self, **values: int) -> None:

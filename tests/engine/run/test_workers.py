@@ -1,5 +1,6 @@
 """Threads that run plans: right results with any number of them, no processor time when idle, an end that always comes."""
 
+import gc
 import os
 import sys
 import threading
@@ -8,10 +9,13 @@ import time
 import numpy as np
 import pytest
 
+from halfbyte.engine.engine import Engine
 from halfbyte.engine.kernels.structs import ALWAYS, MANY
 from halfbyte.engine.plan.builder import StepState
 from halfbyte.engine.plan.plan import Plan, Section
 from halfbyte.engine.run.workers import ThreadsError, Workers
+from halfbyte.quant.processors import one_of_each_core
+from support import ORACLES
 
 TOKENS, COLUMNS, ROWS = 24, 64, 61
 
@@ -110,6 +114,27 @@ def test_closing(wait, reversing):
         reversing.run(workers)
 
 
+def test_workers_that_are_dropped_end_their_threads(wait, reversing):
+    before = threading.active_count()
+    workers = Workers(4)
+    reversing.run(workers)
+    assert threading.active_count() == before + 3
+    del workers
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_an_engine_that_is_dropped_ends_its_threads():
+    engine = Engine(ORACLES / "llama", threads=3)
+    engine.logits([1, 2, 3])
+    names = [f"halfbyte-{n}" for n in (1, 2)]
+    threads = [t for t in threading.enumerate() if t.name in names and t in engine.model.workers._threads]
+    assert len(threads) == 2 and all(t.is_alive() for t in threads)
+    del engine
+    gc.collect()
+    assert not any(t.is_alive() for t in threads)
+
+
 def test_closing_at_once(wait):
     """Before a thread has come to its first wait."""
     for _ in range(20):
@@ -160,16 +185,17 @@ def test_numbers_of_threads_that_cannot_be(count):
 
 
 def test_profile(reversing):
-    workers = Workers(2)
-    profile = np.zeros(ROWS + 1, np.int64)
-    reversing.run(workers, profile=profile)
-    assert (np.diff(profile) > 0).all()
-    kept = profile.copy()
-    reversing.run(workers)  # not asked for: not written
-    np.testing.assert_array_equal(profile, kept)
-    part = np.zeros(22, np.int64)
-    workers.run(reversing.plan, TOKENS, reversing.plan.sections["part.1"], part)
-    assert (part[:21] > 0).all() and part[21] == 0
+    for count in (1, 2):
+        workers = Workers(count)
+        profile = np.full(ROWS + 1, -1)
+        reversing.run(workers, profile=profile)
+        assert (profile[:ROWS] > (0 if count == 1 else -1)).all() and 0 < profile[:ROWS].sum() < profile[ROWS]
+        kept = profile.copy()
+        reversing.run(workers)  # not asked for: not written
+        np.testing.assert_array_equal(profile, kept)
+        part = np.full(22, -1)
+        workers.run(reversing.plan, TOKENS, reversing.plan.sections["part.1"], part)
+        assert 0 < part[:20].sum() < part[20] and part[21] == -1
     for bad in (np.zeros(ROWS, np.int64), np.zeros(ROWS + 1, np.int32)):
         with pytest.raises(ThreadsError, match="profile"):
             workers.run(reversing.plan, TOKENS, profile=bad)
@@ -189,11 +215,21 @@ def test_a_section_alone(reversing):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs affinity masks")
-def test_the_caller_may_run_where_it_could_before(reversing):
+def test_threads_are_bound_only_when_asked(reversing, monkeypatch):
+    """And the caller may run afterwards where it could before."""
     before = os.sched_getaffinity(0)
-    workers = Workers(min(2, default_threads()))
+    for options in ({}, {"bind": False}, {"bind": True}):
+        workers = Workers(2, **options)
+        reversing.run(workers)
+        assert os.sched_getaffinity(0) == before
+        (thread,) = workers._threads
+        bound = options.get("bind", False) and len(one_of_each_core()) >= 2
+        assert os.sched_getaffinity(thread.native_id) == ({one_of_each_core()[1]} if bound else before)
+        workers.close()
+    monkeypatch.setenv("HALFBYTE_BIND", "1")
+    workers = Workers(2)
     reversing.run(workers)
-    assert os.sched_getaffinity(0) == before
+    assert len(os.sched_getaffinity(workers._threads[0].native_id)) == (1 if len(one_of_each_core()) >= 2 else len(before))
     workers.close()
 
 
