@@ -14,6 +14,7 @@ import platform
 import sys
 import threading
 import weakref
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class Workers:
         self._pool = pool = _Pool(self.count, cores if 1 < self.count <= len(cores) else [])
         # The threads know the pool, not the Workers, which can so be dropped while they wait.
         self._threads = [threading.Thread(target=pool.serve, args=(w,), daemon=True, name=f"halfbyte-{w}") for w in range(1, self.count)]
-        self._end = weakref.finalize(self, _end, pool, self._threads)
+        self._end = weakref.finalize(self, pool.end)
         self._end.atexit = False  # nothing is left to tidy when the process ends, and they are daemons
         for thread in self._threads:
             thread.start()
@@ -83,9 +84,11 @@ class Workers:
             self._pool.run(address, rows, tokens, 0 if profile is None else profile.ctypes.data)
 
     def close(self) -> None:
-        """Ends the threads. May be called twice."""
+        """Ends the threads, and waits until they have ended. May be called twice."""
         with self._lock:
             self._end()
+        for thread in self._threads:
+            thread.join()
 
 
 class _Pool:
@@ -101,7 +104,7 @@ class _Pool:
         self._result = (ctypes.c_int64 * 16)()
         self._entry = _CALL(store.find(*INTERPRETER).address)
         self._posted = self._memory[offset + JOB : offset + JOB + 4].view(np.int32)
-        self._turns = [threading.Semaphore(0) for _ in range(count - 1)]
+        self._turns: list[SimpleQueue[None]] = [SimpleQueue() for _ in range(count - 1)]
         self._configure()
 
     def run(self, address: int, rows: int, tokens: int, profile: int) -> None:
@@ -115,7 +118,7 @@ class _Pool:
                 os.sched_setaffinity(0, before)
 
     def end(self) -> None:
-        """Tells the threads to return, each as soon as it can."""
+        """Tells the threads to return, each as soon as it can. It takes no lock and waits for nobody: garbage collection may call it."""
         self._set(run=0)
         self._post()
 
@@ -126,7 +129,7 @@ class _Pool:
             self._call(worker)
             return
         while True:
-            self._turns[worker - 1].acquire()
+            self._turns[worker - 1].get()
             self._call(worker)
             if not self._settings[_FIELD["run"]]:
                 return
@@ -152,20 +155,13 @@ class _Pool:
         if not self._resident:
             self._set(job=self._posted[0] + 1)
             for turn in self._turns:
-                turn.release()
+                turn.put(None)
         self._call(0)
 
     def _call(self, worker: int) -> None:
         slot = ctypes.addressof(self._result)
         if self._entry(slot, slot + 64, self._sync, worker, self._count):
             raise ThreadsError("a kernel reported an error, which none can: this is a defect in Halfbyte")
-
-
-def _end(pool: _Pool, threads: list[threading.Thread]) -> None:
-    """Ends the threads of a pool."""
-    pool.end()
-    for thread in threads:
-        thread.join()
 
 
 def _bind(cores: list[int], worker: int) -> set[int] | None:

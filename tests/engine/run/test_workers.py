@@ -118,9 +118,12 @@ def test_workers_that_are_dropped_end_their_threads(wait, reversing):
     before = threading.active_count()
     workers = Workers(4)
     reversing.run(workers)
+    threads = list(workers._threads)
     assert threading.active_count() == before + 3
     del workers
     gc.collect()
+    for thread in threads:
+        thread.join(10)
     assert threading.active_count() == before
 
 
@@ -132,6 +135,8 @@ def test_an_engine_that_is_dropped_ends_its_threads():
     assert len(threads) == 2 and all(t.is_alive() for t in threads)
     del engine
     gc.collect()
+    for thread in threads:
+        thread.join(10)
     assert not any(t.is_alive() for t in threads)
 
 
