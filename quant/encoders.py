@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from .block import ROWS, BlockFormat
 from .errors import FormatError
 from .layout import COLUMNS, check_blocks, row_chunks
 from .measures import TensorErrors, TensorMeter
+from .processors import logical_processors
 from .row_scaled import RowScaledIntegers
 from .scaled import METHODS, ScaledIntegers
 from .scales import AbsoluteMax, Affine, SignedMax, Table, check_finite, check_importance
@@ -221,7 +221,7 @@ def run_kernel(kernel: tuple[str, ...], scratch_bytes: int, items: int, threads:
     from .jit.arguments import pack
     from .jit.store import find
 
-    workers = max(1, min(items, threads or processors()))
+    workers = max(1, min(items, threads or logical_processors()))
     found = find(f"{__package__}.{kernel[0]}", *kernel[1:])
     scratch = np.empty(workers * scratch_bytes + 64, np.uint8)
     start = scratch.ctypes.data + -scratch.ctypes.data % 64
@@ -241,8 +241,3 @@ def run_kernel(kernel: tuple[str, ...], scratch_bytes: int, items: int, threads:
         work(0)
         for other in others:
             other.result()
-
-
-def processors() -> int:
-    """The processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

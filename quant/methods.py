@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .block import ROWS, BlockFormat
-from .encoders import Encoded, as_float32, encode, processors, tile
+from .encoders import Encoded, as_float32, encode, tile
 from .errors import FormatError
 from .feedback import DAMPING, PASSES, ROUNDS, Hessian, checked_moments, choose_codes, prepare
 from .measures import TensorErrors, TensorMeter
+from .processors import logical_processors
 from .scales import check_finite
 
 METHODS = ("nearest", "search", "feedback")
@@ -149,7 +150,7 @@ def _with_feedback(
     effort: tuple[int, int],
 ) -> Quantized:
     rows, columns = weights.shape
-    workers = max(1, threads or processors())
+    workers = max(1, threads or logical_processors())
     meter = meter or TensorMeter()
     runs = _runs(rows, columns)
 

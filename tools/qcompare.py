@@ -134,7 +134,7 @@ def _compare(
     models: Sequence[Candidate], prompts: Sequence[Prompt], params: SamplingParams, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Runs the models and prints each prompt as soon as all have answered it (without --json). Returns all but notes and seconds."""
-    from ..engine.run.workers import default_threads
+    from ..quant.processors import physical_cores
     from .compare.answers import LogitFile
     from .compare.data import prompt_data, summary
 
@@ -143,7 +143,7 @@ def _compare(
 
     answers: list[list[Answer]] = [[] for _ in prompts]
     done: list[dict[str, Any]] = []
-    threads = arguments.threads or default_threads()
+    threads = arguments.threads or physical_cores()
     with ExitStack() as stack:
         status = stack.enter_context(_Status())
         kept = None

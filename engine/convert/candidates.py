@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.conversion.stream import default_threads
 from ...formats.conversion.tile_store import TilesTensor, TileStore
 from ...formats.decoder import EMBEDDING, HEAD
 from ...formats.tensor import Tensor
 from ...quant.feedback import DAMPING
 from ...quant.methods import TIED_DAMPING, Inputs
+from ...quant.processors import logical_processors
 from ..measure.sensitivity import CHUNK, Probes, probing_tokens
 from .calibration import Calibration, InputStatistics
 from .feedback import known_inputs, quantizing_multiplications
@@ -82,7 +82,7 @@ def make_candidates(
     with ExitStack() as stack:
         stack.enter_context(naming_weights(checkpoint))
         probes = stack.enter_context(Probes(run, probed, threads, progress))
-        work = _Pass(checkpoint, formats, store, probes, threads or default_threads(), allow_nonfinite, progress)
+        work = _Pass(checkpoint, formats, store, probes, threads or logical_processors(), allow_nonfinite, progress)
         calibration = stack.enter_context(Calibration(run, seen, threads=threads, progress=work.ran))
         return Candidates(work.run(calibration), int(probed.size))
 

@@ -35,13 +35,14 @@ from ...formats.conversion.convert import (
 )
 from ...formats.conversion.recipe import Choice, Recipe, RecipeError
 from ...formats.conversion.statistics import Statistics
-from ...formats.conversion.stream import Job, Measure, default_threads, streams
+from ...formats.conversion.stream import Job, Measure, streams
 from ...formats.decoder import EMBEDDING, HEAD
 from ...formats.hbf.writer import NativeWriter
 from ...formats.tensor import Tensor
 from ...quant.block import get_format
 from ...quant.feedback import DAMPING
 from ...quant.methods import TIED_DAMPING, Inputs
+from ...quant.processors import logical_processors
 from .calibration import Calibration, InputStatistics, MatrixInput
 from .non_finite import finite_checkpoint, naming_weights
 from .quantize_tensor import TensorQuantizer
@@ -174,7 +175,7 @@ class _Conversion:
         if self.method == "nearest":
             raise RecipeError("--method nearest looks at no inputs: leave --calibrate out, or choose search or feedback")
         self._checkpoint, self._output, self._recipe = checkpoint, output, recipe
-        self._threads, self._allow, self._progress = threads or default_threads(), allow_nonfinite, progress
+        self._threads, self._allow, self._progress = threads or logical_processors(), allow_nonfinite, progress
         kept, left_out = usable(checkpoint)
         self._plans = {tensor.name: plan(tensor, recipe) for tensor in kept}
         self.wanted = {name: job for name, (job, _) in self._plans.items() if _can_be_wanted(job)}

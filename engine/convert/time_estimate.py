@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+
+from ...quant.processors import logical_processors
 
 _SIZE = 512
 _ROUNDS = 4
@@ -16,7 +17,7 @@ _EFFICIENCY = 0.7
 
 def expected_seconds(multiplications: float, threads: int) -> float:
     """Seconds that so many multiplications of float32 matrix products take on all threads, by trying a few (some milliseconds)."""
-    threads = min(threads, os.cpu_count() or 1)  # more are no faster, and trying takes longer
+    threads = min(threads, logical_processors())  # more are no faster, and trying takes longer
     x = np.full((_SIZE, _SIZE), 0.5, np.float32)
 
     def product(_: int) -> float:

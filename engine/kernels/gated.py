@@ -1,7 +1,7 @@
 """The gated activation of a feed-forward layer, into panels: activation(gate) * up (Shazeer 2020).
 
 Parameters: the kind of panels; the activation, "silu".
-A worker takes the units of 32 columns that it computed itself in the two products before, so no barrier lies between.
+Claimed together with the two products before: who made units of 32 rows of both goes on with them, so no barrier lies between.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def build(kind: str, activation: str):
     put, record, activate = writer(kind), RECORD[kind], ACTIVATIONS[activation]
     Arguments, Step = ArgumentBlock(FIELDS), ArgumentBlock(STEP)
 
-    def kernel(arguments, worker, workers):
+    def kernel(arguments, worker, span):
         a = view(Arguments, arguments)
         tokens = view(Step, a.step).tokens
         blocks = (a.columns + 31) // 32
-        first, last = units(a.columns, worker, workers)
+        first, last = units(a.columns, span)
         for t in range(tokens):
             panel, width, column = locate(t, tokens, blocks, record)
             for i in range(first, last):

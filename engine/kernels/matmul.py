@@ -3,7 +3,7 @@
 Parameters: the weights' block format; the kind of activation panels ("int8" or "f32").
 
 Every output has one accumulator, to which one fma per 32 (or 16) columns is added in order, so its value does not depend on how many
-tokens or rows are computed beside it. A worker has whole units of 32 rows.
+tokens or rows are computed beside it. So whole units of 32 rows are claimed by whoever comes first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .panels import last_width, locate, units
 from .structs import RECORD, STEP, TOKENS
 
 FIELDS = "step weights columns rows x x_worker out out_stride bias add"
-"""x         panels; a lone token's are at x + worker * x_worker
+"""x         panels; a lone token's are at x + worker * x_worker, the same bytes for every worker
 out       float32, token t at out + t * out_stride bytes; written in whole groups of 16 rows
 bias      address of float32[rows, padded to 16], or 0
 add       1: out += result (the residual)
@@ -73,12 +73,12 @@ def build(format_name: str, kind: str):
             x += TOKENS * blocks * record
             out += TOKENS * out_stride
 
-    def kernel(arguments, worker, workers):
+    def kernel(arguments, worker, span):
         a = view(Arguments, arguments)
         tokens = view(Step, a.step).tokens
         blocks = (a.columns + 31) // 32
         stride = header + blocks * tile_bytes
-        first, last = units(a.rows, worker, workers)
+        first, last = units(a.rows, span)
         first, last = 2 * first, min(2 * last, (a.rows + 15) // 16)
         x, out_stride, bias, add = a.x, a.out_stride, a.bias, a.add
         if tokens == 1:

@@ -16,7 +16,7 @@ from numba import float32
 from ...quant.jit.memory import store_f32, store_i32
 from ...quant.jit.piece import inline
 from ...quant.jit.simd import absolute, lanes_max, lanes_sum, maximum, round_even, store, to_bytes, to_i32
-from .structs import TOKENS
+from .structs import TOKENS, UNIT, WHOLE
 
 
 @inline
@@ -72,7 +72,8 @@ def share(tokens, worker, workers):
 
 
 @inline
-def units(rows, worker, workers):
-    """The worker's units of 32 rows of a matrix: the same split in every op, so that a worker may go on with rows it made itself."""
-    count = (rows + 31) // 32
-    return count * worker // workers, count * (worker + 1) // workers
+def units(rows, span):
+    """(first, last) of the units of 32 rows of a matrix that a span (structs.span) stands for: the same in every op with as many rows,
+    so that who claimed a span may go on with rows it made itself."""
+    count = (rows + (UNIT - 1)) // UNIT
+    return count * (span & 0xFFFF) // WHOLE, count * (span >> 16) // WHOLE

@@ -83,28 +83,56 @@ def attention_scratch(head_size: int) -> int:
 
 # ---- the interpreter (interpreter.py) ------------------------------------------------------------------------------------
 
-# Each on a cache line of its own: workers write them while others read.
-ARRIVED, GENERATION, JOB, SLEEPERS, SETTINGS_AT = 0, 64, 128, 192, 256
-"""Byte offsets in the synchronization block: workers at the barrier, barriers passed, plans posted, workers asleep at the barrier,
-and SETTINGS."""
+UNIT = 32
+"""Rows of a matrix that are claimed together: a record of the panels that the next product reads."""
 
-SETTINGS = "plan rows tokens run spin patience resident syscall futex yield_ profile"
+WHOLE = 1 << 14
+"""Parts into which rows of a plan that are claimed are cut, whatever their size: a claim is a run of these."""
+
+
+def span(first: int, last: int) -> int:
+    """The parts first..last - 1 of WHOLE, as the third argument of a kernel whose units are claimed (see panels.units)."""
+    return first | last << 16
+
+
+# Each on a cache line of its own: workers write them while others read.
+DONE, PHASE, JOB, SLEEPERS, GATE, PARKED, SETTINGS_AT = 0, 64, 128, 192, 256, 320, 384
+"""Byte offsets in the synchronization block: parts of the phase that are done; the phase, int64; plans posted; workers asleep while others
+work; workers inside the plan, plus OPEN while more may come in; workers parked between plans; SETTINGS."""
+
+OPEN = 1 << 30
+
+SETTINGS = "plan rows tokens base run spin yields patience resident syscall futex yield_ profile job"
 """plan, rows  address and number of rows
 tokens      tokens of the step
+base        the plan's first phase
 run         1: run the plan; 0: the workers are to return for good
-spin        turns that a worker spins at a barrier before it sleeps
+spin        turns that a worker spins for others before it lets them have the processor
+yields      turns after that in which it offers the processor, before it sleeps
 patience    turns that a worker spins for the next plan before it parks
 resident    1: workers stay in compiled code between plans (needs futex)
 syscall     address of the C library's syscall, or 0
 futex       number of the futex system call
-yield_      address of sched_yield or the like, for where there is no futex; or 0
+yield_      address of sched_yield or the like
 profile     address of int64 cycle counts, one per row plus one, filled by worker 0; or 0
+job         where workers are not resident: number of the plan that they are called for
 """
 
-SYNC_BYTES = SETTINGS_AT + 8 * len(SETTINGS.split())
+CLAIMS_AT = SETTINGS_AT + 128
+"""Offset of the claims: for each worker, CLAIM_BYTES apart, an int64 of phase (upper 32 bits), first and last part that nobody has yet."""
 
-PLAN_ROW = 24
-"""Bytes of a row of a plan: kernel address, arguments address, and the number of tokens above which a barrier follows."""
+CLAIM_BYTES = 128
+"""Two cache lines, as processors fetch them in pairs."""
+
+
+def sync_bytes(workers: int) -> int:
+    """Bytes of the synchronization block."""
+    return CLAIMS_AT + CLAIM_BYTES * workers
+
+
+PLAN_ROW = 32
+"""Bytes of a row of a plan: kernel address, arguments address, the number of tokens above which a barrier follows, and the units that
+are claimed, or 0."""
 
 ALWAYS, MANY, NEVER = 0, 1, 1 << 40
 """Thresholds: a barrier after the row always, only with more than one token, or never."""

@@ -97,7 +97,7 @@ class MemoryRead:
         self.memory = np.ones(READ_BYTES // 8, np.float64)  # written, so that every page is there
         self._out = np.zeros(16 * self._workers.count, np.int32)
         self._plan = Plan()
-        self._plan.add("read", address=self.memory.ctypes.data, nbytes=self.memory.nbytes, out=self._out.ctypes.data)
+        self._plan.add("read_memory", address=self.memory.ctypes.data, nbytes=self.memory.nbytes, out=self._out.ctypes.data)
         self._plan.link()
 
     def gb_per_s(self) -> float:

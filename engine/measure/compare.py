@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from ...formats.errors import printable, some
 from ...formats.tensor import Tensor
 from ...quant.errors import HalfbyteError
 from ...quant.measures import TensorErrors, TensorMeter
+from ...quant.processors import logical_processors
 
 CHUNK_WEIGHTS = 1 << 20
 """Weights of a tensor that are in memory as floats at a time, per thread and checkpoint."""
@@ -132,7 +132,7 @@ def compare_tensors(
         errors = meter.result()
         return TensorReport(name, ours.shape, ours.format, theirs.format, nbytes, ours.size, method, meter.error_energy, errors)
 
-    with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(threads or logical_processors()) as pool:
         return list(pool.map(compare, pairs))
 
 

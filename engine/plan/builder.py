@@ -21,6 +21,7 @@ from ..kernels.structs import (
     SEQUENCE_BYTES,
     SPLIT,
     STEP,
+    UNIT,
     attention_scratch,
     padded_tokens,
     panel_bytes,
@@ -146,8 +147,8 @@ class Builder:
             )
         vector = self.weights.vector(bias, 16).ctypes.data if bias else 0
         self.plan.add(
-            "matmul", matrix.format, kind, barrier=barrier, step=self._now.address, weights=matrix, columns=matrix.columns,
-            rows=matrix.rows, x=panels.buffers[kind], x_worker=panels.strides[kind], out=out, out_stride=out.width,
+            "matmul", matrix.format, kind, barrier=barrier, units=-(-matrix.rows // UNIT), step=self._now.address, weights=matrix,
+            columns=matrix.columns, rows=matrix.rows, x=panels.buffers[kind], x_worker=panels.strides[kind], out=out, out_stride=out.width,
             bias=vector, add=int(add), label=matrix.name,
         )  # fmt: skip
         return out
@@ -200,7 +201,7 @@ class Builder:
         g, u = self.floats("gate", gate.rows), self.floats("up", up.rows)
         if gate.rows != up.rows:
             raise PlanError(f"{gate.name} has {gate.rows} rows and {up.name} has {up.rows}")
-        # A worker goes on with the rows that it made itself, so nobody waits between these three.
+        # Claimed together: a worker goes on with the rows that it made itself, so nobody waits between these three.
         self.matmul(panels, gate, g, biases[0], barrier=NEVER)
         self.matmul(panels, up, u, biases[1], barrier=NEVER)
         result = Panels(gate.rows, {}, {})
@@ -208,8 +209,8 @@ class Builder:
         for kind in kinds:
             out, _ = self._panel("gated", kind, gate.rows, False)
             self.plan.add(
-                "gated", kind, activation, barrier=ALWAYS if kind == kinds[-1] else NEVER, step=self._now.address, gate=g, up=u,
-                stride=g.width, columns=gate.rows, out=out,
+                "gated", kind, activation, barrier=ALWAYS if kind == kinds[-1] else NEVER, units=-(-gate.rows // UNIT),
+                step=self._now.address, gate=g, up=u, stride=g.width, columns=gate.rows, out=out,
             )  # fmt: skip
             result.buffers[kind], result.strides[kind] = out, 0
         return result

@@ -8,8 +8,9 @@ plan serves any number of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from ...quant.jit.arguments import pack
 from ..kernels.structs import ALWAYS, MANY, NEVER, PLAN_ROW
 
 KERNELS = "halfbyte.engine.kernels."
+_COLUMNS = PLAN_ROW // 8
 
 
 class PlanError(HalfbyteError):
@@ -63,12 +65,14 @@ Argument = int | float | Addressed
 
 @dataclass(frozen=True)
 class Op:
-    """A row before its kernel is compiled. `barrier`: the number of tokens above which all workers meet after it."""
+    """A row before its kernel is compiled. `barrier`: the number of tokens above which no row after it begins before it is done.
+    `units`: of its work that workers claim; 0: it is dealt among them, or, where no barrier follows, every worker does it for itself."""
 
     kernel: str
     parameters: tuple[str, ...]
     arguments: Mapping[str, Argument]
     barrier: int
+    units: int
     label: str
 
     @property
@@ -96,7 +100,7 @@ class Plan:
     buffers: dict[str, Buffer] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)
     results: dict[str, Buffer] = field(default_factory=dict)
-    _table: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int64))
+    _table: np.ndarray = field(default_factory=lambda: np.zeros((0, _COLUMNS), np.int64))
     _blocks: dict[int, np.ndarray] = field(default_factory=dict)
 
     def buffer(self, name: str, nbytes: int, width: int = 0) -> Buffer:
@@ -109,9 +113,11 @@ class Plan:
         self.buffers[name] = made
         return made
 
-    def add(self, kernel: str, *parameters: object, barrier: int = ALWAYS, label: str = "", **arguments: Argument) -> None:
-        """Appends a row; the kernel is the module of that name in engine/kernels."""
-        self.ops.append(Op(kernel, tuple(map(str, parameters)), arguments, barrier, label))
+    def add(
+        self, kernel: str, *parameters: object, barrier: int = ALWAYS, units: int = 0, label: str = "", **arguments: Argument
+    ) -> None:
+        """Appends a row; the kernel is the module of that name in engine/kernels. barrier, units: see Op."""
+        self.ops.append(Op(kernel, tuple(map(str, parameters)), arguments, barrier, units, label))
 
     def begin(self, section: str) -> None:
         """Rows added from here on belong to this section, until the next one begins."""
@@ -122,11 +128,16 @@ class Plan:
         self.sections[section] = Section(len(self.ops), len(self.ops))
 
     def link(self, report: Callable[[int, int], None] | None = None) -> None:
-        """Finds every kernel, compiling what is missing, and packs all arguments. `report(done, total)` while compiling."""
+        """Finds every kernel, compiling what is missing, and packs all arguments. `report(done, total)` while compiling.
+
+        Raises PlanError if rows that workers claim go on without a barrier into one that they do not.
+        """
         if self.sections:
             list(self.sections.values())[-1].stop = len(self.ops)
+        self._check_claims()
+        self._meet_after_what_lasts()
         store.prepare([op.name for op in self.ops], report)
-        self._table = np.zeros((len(self.ops), 3), np.int64)
+        self._table = np.zeros((len(self.ops), _COLUMNS), np.int64)
         self._blocks = {}
         self.relink(Section(0, len(self.ops)))
 
@@ -141,7 +152,30 @@ class Plan:
             except HalfbyteError as error:
                 raise PlanError(f"row {row}, {op.kernel} {op.label}: {error}") from None
             self._blocks[row] = block
-            self._table[row] = kernel.address, block.ctypes.data, op.barrier
+            self._table[row] = kernel.address, block.ctypes.data, op.barrier, op.units
+
+    def _check_claims(self) -> None:
+        """Who claimed units of a row does not have what another row's worker needs."""
+        for row, (op, after) in enumerate(pairwise(self.ops)):
+            if op.units and not after.units and op.barrier != ALWAYS:
+                raise PlanError(f"row {row}, {op.kernel} {op.label}, is claimed; a barrier must follow before {after.kernel} {after.label}")
+
+    def _meet_after_what_lasts(self) -> None:
+        """What every worker made for itself is there until the next barrier: later, a worker may come that has had no part in it. A row
+        whose result is read after that gets a barrier, so that what each worker would have made is there for good."""
+        made: dict[int, tuple[int, int]] = {}  # where a result lies: who made it, and after how many barriers
+        barriers = 0
+        for row, op in enumerate(self.ops):
+            for name, buffer in op.arguments.items():
+                if name == "scratch" or not isinstance(buffer, Buffer) or not op.arguments.get(f"{name}_worker"):
+                    continue
+                where = buffer.address
+                if op.barrier == MANY and not op.units and name in ("out", "lone"):
+                    made[where] = row, barriers
+                elif where in made and made[where][1] != barriers:
+                    maker = made[where][0]
+                    self.ops[maker] = replace(self.ops[maker], barrier=ALWAYS)
+            barriers += op.barrier == ALWAYS
 
     def __len__(self) -> int:
         return len(self._table)

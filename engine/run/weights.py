@@ -6,7 +6,6 @@ order where a block format of ours holds them, else converted to the format that
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from ...formats.checkpoint import Checkpoint
 from ...formats.tensor import Tensor
 from ...quant.block import ROWS, format_names, get_format
 from ...quant.errors import HalfbyteError
+from ...quant.processors import logical_processors
 
 # Source types without a kernel -> the format they run in. Types of 6 bits and more with scales of 16 columns go to 8 bits.
 CONVERTED = {
@@ -85,7 +85,7 @@ class Weights:
         from concurrent.futures import ThreadPoolExecutor  # not needed by a .hbf
 
         rest.sort(key=lambda tensor: -tensor.size)  # the largest must not be the last, with nobody beside it
-        with ThreadPoolExecutor(min(self._threads, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(min(self._threads, logical_processors())) as pool:
             for tensor, matrix in zip(rest, pool.map(_made, rest), strict=True):
                 self._matrices[tensor.name] = matrix
                 done += tensor.nbytes

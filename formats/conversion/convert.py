@@ -18,6 +18,7 @@ import numpy as np
 
 from ... import __version__
 from ...quant.block import get_format
+from ...quant.processors import logical_processors
 from ..checkpoint import Checkpoint, model_name
 from ..file_keys import describes_file
 from ..hbf.checkpoint import TOKENIZER_CONFIG
@@ -27,7 +28,7 @@ from ..tensor import Tensor, block_format
 from ..tokenizer.from_gguf import checked, compact, dumps, from_gguf
 from ..tokenizer.pretokenizers import TokenizerError
 from .recipe import F16_MAX, Choice, Recipe, RecipeError, method_of, needs_range
-from .stream import Job, Measure, block_numbers, default_threads, streams
+from .stream import Job, Measure, block_numbers, streams
 
 _BLOCK = 1 << 22
 
@@ -122,7 +123,7 @@ def convert(
     jobs = [plan(tensor, recipe) for tensor in kept]
     result = ConversionResult(Path(output), "hbf", recipe.asked, files_nbytes(checkpoint), left_out=left_out)
     result.notes += requantization_note(jobs) + recipe.unused(kept)
-    encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+    encoded = streams([job for job, _ in jobs], threads or logical_processors(), allow_nonfinite=allow_nonfinite, advance=advance)
     with NativeWriter(output, inputs=inputs(checkpoint)) as writer, closing(encoded), digesting(checkpoint.files) as digests:
         first = next(encoded)  # begins to encode, while the metadata are made
         _declare(writer, checkpoint, recipe, [job for job, _ in jobs], provenance)

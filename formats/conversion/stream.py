@@ -6,7 +6,6 @@ Memory is a few chunks per thread, whatever the size of a tensor.
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -93,14 +92,6 @@ class Stream:
     pieces: Iterator[np.ndarray]
     measure: Measure = field(default_factory=Measure)
     nbytes: int = 0
-
-
-def default_threads() -> int:
-    """The processors that this process may use."""
-    try:
-        return max(1, len(os.sched_getaffinity(0)))
-    except AttributeError:
-        return max(1, os.cpu_count() or 1)
 
 
 def streams(

@@ -13,12 +13,13 @@ from typing import Literal, Protocol
 import numpy as np
 
 from ...quant.block import get_format
+from ...quant.processors import logical_processors
 from ..checkpoint import Checkpoint
 from ..expression import evaluate, invert, sources
 from ..tensor import Tensor
 from .convert import ConversionResult, tensor_result
 from .recipe import Choice
-from .stream import Job, default_threads, streams
+from .stream import Job, streams
 
 Plan = Callable[[Tensor], tuple[Job, Choice]]
 """What becomes of a canonical tensor."""
@@ -78,7 +79,7 @@ def write_tensors(
     advance: Callable[[int], None],
 ) -> None:
     """Encodes the jobs' tensors and writes them in order; `result` takes what became of each."""
-    encoded = streams([job for job, _ in jobs], threads or default_threads(), allow_nonfinite=allow_nonfinite, advance=advance)
+    encoded = streams([job for job, _ in jobs], threads or logical_processors(), allow_nonfinite=allow_nonfinite, advance=advance)
     with closing(encoded):
         for stream, (job, choice) in zip(encoded, jobs, strict=True):
             writer.write(job.tensor.name, stream.pieces)

@@ -118,6 +118,37 @@ def atomic_store(typing_context, address, value):
 
 
 @intrinsic
+def atomic_load_i64(typing_context, address):
+    """An int64."""
+
+    def codegen(context, b, sig, values):
+        return b.load_atomic(emit.pointer(b, values[0], _I64), "seq_cst", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def atomic_store_i64(typing_context, address, value):
+    """Stores an int64."""
+
+    def codegen(context, b, sig, values):
+        b.store_atomic(values[1], emit.pointer(b, values[0], _I64), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_swap_if(typing_context, address, old, new):
+    """Stores the int64 `new` if `old` is there. Returns whether it was."""
+
+    def codegen(context, b, sig, values):
+        return b.extract_value(b.cmpxchg(emit.pointer(b, values[0], _I64), values[1], values[2], "seq_cst", "seq_cst"), 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def pause(typing_context):
     """Tells the processor that this is a waiting loop."""
     machine = platform.machine().lower()

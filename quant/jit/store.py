@@ -92,7 +92,9 @@ def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] |
     """Numba compiles under a lock of its own, so only processes run side by side. Each takes the next kernel when done with one."""
     import subprocess
 
-    count = min(len(todo), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
+    from ..processors import logical_processors
+
+    count = min(len(todo), logical_processors(), 8)
     command = [sys.executable, "-m", f"{__package__}.compile_worker"]
     workers = []
     try:

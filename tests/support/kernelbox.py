@@ -8,8 +8,11 @@ from halfbyte.engine.kernels import structs as layout
 from halfbyte.quant.jit import store
 from halfbyte.quant.jit.arguments import pack, parse
 
-_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
+KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
 _SLOTS = (ctypes.c_int64 * 16)()
+
+CLAIMED = ("matmul", "gated")
+"""Kernels that take a span of units instead of the number of workers."""
 
 
 def aligned(nbytes, fill=0xFF):
@@ -39,7 +42,10 @@ def run(name, parameters, workers=1, **arguments):
     block = np.frombuffer(pack(kernel.fields, values), np.uint8)
     slot = ctypes.addressof(_SLOTS)
     for worker in range(workers):
-        assert _CALL(kernel.address)(slot, slot + 64, block.ctypes.data, worker, workers) == 0
+        third = workers
+        if name in CLAIMED:
+            third = layout.span(layout.WHOLE * worker // workers, layout.WHOLE * (worker + 1) // workers)
+        assert KERNEL(kernel.address)(slot, slot + 64, block.ctypes.data, worker, third) == 0
 
 
 class Step:

@@ -159,10 +159,10 @@ def waiting_file(target: Path) -> Iterator[Path]:
 def _announce(multiplications: float, threads: int | None) -> None:
     """Says how long it will take, if that is long."""
     from ...engine.convert.time_estimate import expected_seconds
-    from ...engine.run.workers import default_threads
+    from ...quant.processors import physical_cores
     from ..terminal.display import note
 
-    count = threads or default_threads()
+    count = threads or physical_cores()
     seconds = expected_seconds(multiplications, count)
     if seconds > _SHORT:
         on = "one thread" if count == 1 else f"{count} threads"

@@ -25,7 +25,8 @@ def into_panels(name, kind, parameters, tokens, columns, workers, **arguments):
     own = -(-layout.panel_bytes(kind, 1, columns) // 128) * 128
     out = box.aligned(max(layout.panel_bytes(kind, tokens, columns), own * workers))
     extra = {"out_worker": own} if name != "gated" else {}
-    box.run(name, parameters, workers, step=box.Step(tokens).address, columns=columns, out=out, **extra, **arguments)
+    step = arguments.pop("step", None) or box.Step(tokens)
+    box.run(name, parameters, workers, step=step.address, columns=columns, out=out, **extra, **arguments)
     if tokens == 1 and extra:
         return [out[w * own : (w + 1) * own] for w in range(workers)]
     return [out]
@@ -66,7 +67,8 @@ def test_rms_norm(kind, columns):
 
 
 @pytest.mark.parametrize("kind", ["int8", "f32"])
-def test_quantize_is_rounding_to_nearest(kind):
+def test_panels_are_rounded_to_nearest(kind):
+    """By attention's last row, which only converts what was attended to in one piece."""
     rng = np.random.default_rng(1)
     columns = 72
     for tokens in (1, 4, 9):
@@ -74,7 +76,11 @@ def test_quantize_is_rounding_to_nearest(kind):
         x[0, :32] = np.linspace(-127, 127, 32).round() + np.resize([0.5, -0.5, 0.25], 32)
         x[0, 0] = 127
         x[-1, 32:64] = 0
-        for panels in into_panels("quantize", kind, (kind,), tokens, columns, 2, x=x, x_stride=x.strides[0]):
+        step = box.Step(tokens, sequences=[(0, tokens, [0], 0)])
+        for panels in into_panels(
+            "attention_merge", kind, (24, kind), tokens, columns, 2, step=step, x=x, x_stride=x.strides[0], heads=3, parts=0,
+            scratch=0, scratch_worker=0,
+        ):  # fmt: skip
             if kind == "f32":
                 np.testing.assert_array_equal(box.panel_tokens(kind, panels, tokens, columns), x)
             else:

@@ -61,6 +61,31 @@ def test_arguments_that_do_not_fit_their_kernel():
         plan.link()
 
 
+def test_claimed_rows_end_with_a_barrier():
+    plan = Plan()
+    for barrier, units in ((NEVER, 3), (MANY, 3), (ALWAYS, 0)):
+        plan.add("gather", step=0, x=0, x_stride=0, columns=0, out=0, barrier=barrier, units=units, label=str(units))
+    with pytest.raises(PlanError, match="row 1, gather 3, is claimed; a barrier must follow before gather 0"):
+        plan.link()
+
+
+def test_what_each_worker_makes_for_itself_gets_a_barrier_if_it_is_read_later():
+    """Behind a barrier a worker may be that has had no part in what was before it."""
+    norm = {"step": 0, "x": 0, "x_stride": 0, "weight": 0, "columns": 32, "epsilon": 1e-5, "out_worker": 128}
+    product = {"step": 0, "weights": 0, "columns": 32, "rows": 32, "x_worker": 128, "out": 0, "out_stride": 128, "bias": 0, "add": 0}
+    plan = Plan()
+    soon, later = plan.buffer("soon", 1024), plan.buffer("later", 1024)
+    plan.add("rms_norm", "f32", barrier=MANY, out=soon, **norm)
+    plan.add("rms_norm", "f32", barrier=MANY, out=later, **norm)
+    plan.add("matmul", "f32", "f32", units=1, x=soon, **product)
+    plan.add("matmul", "f32", "f32", units=1, x=later, **product)
+    plan.add("rms_norm", "f32", barrier=MANY, out=later, **norm)
+    plan.add("matmul", "f32", "f32", units=1, x=later, **product)
+    plan.link()
+    assert [op.barrier for op in plan.ops] == [MANY, ALWAYS, ALWAYS, ALWAYS, MANY, ALWAYS]
+    assert [int(barrier) for _, _, barrier, _ in plan._table] == [op.barrier for op in plan.ops]
+
+
 def test_printed(model):
     text = str(model.plan)
     lines = text.split("\n")

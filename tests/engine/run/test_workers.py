@@ -1,19 +1,21 @@
 """Threads that run plans: right results with any number of them, no processor time when idle, an end that always comes."""
 
+import gc
 import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from halfbyte.engine.engine import Engine
 from halfbyte.engine.kernels.structs import ALWAYS, MANY
 from halfbyte.engine.plan.builder import StepState
 from halfbyte.engine.plan.plan import Plan, Section
-from halfbyte.engine.run import workers as module
-from halfbyte.engine.run.workers import ThreadsError, Workers, default_threads
+from halfbyte.engine.run.workers import ThreadsError, Workers
+from halfbyte.quant.processors import one_of_each_core
+from support import ORACLES
 
 TOKENS, COLUMNS, ROWS = 24, 64, 61
 
@@ -112,6 +114,32 @@ def test_closing(wait, reversing):
         reversing.run(workers)
 
 
+def test_workers_that_are_dropped_end_their_threads(wait, reversing):
+    before = threading.active_count()
+    workers = Workers(4)
+    reversing.run(workers)
+    threads = list(workers._threads)
+    assert threading.active_count() == before + 3
+    del workers
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert threading.active_count() == before
+
+
+def test_an_engine_that_is_dropped_ends_its_threads():
+    engine = Engine(ORACLES / "llama", threads=3)
+    engine.logits([1, 2, 3])
+    names = [f"halfbyte-{n}" for n in (1, 2)]
+    threads = [t for t in threading.enumerate() if t.name in names and t in engine.model.workers._threads]
+    assert len(threads) == 2 and all(t.is_alive() for t in threads)
+    del engine
+    gc.collect()
+    for thread in threads:
+        thread.join(10)
+    assert not any(t.is_alive() for t in threads)
+
+
 def test_closing_at_once(wait):
     """Before a thread has come to its first wait."""
     for _ in range(20):
@@ -162,16 +190,17 @@ def test_numbers_of_threads_that_cannot_be(count):
 
 
 def test_profile(reversing):
-    workers = Workers(2)
-    profile = np.zeros(ROWS + 1, np.int64)
-    reversing.run(workers, profile=profile)
-    assert (np.diff(profile) > 0).all()
-    kept = profile.copy()
-    reversing.run(workers)  # not asked for: not written
-    np.testing.assert_array_equal(profile, kept)
-    part = np.zeros(22, np.int64)
-    workers.run(reversing.plan, TOKENS, reversing.plan.sections["part.1"], part)
-    assert (part[:21] > 0).all() and part[21] == 0
+    for count in (1, 2):
+        workers = Workers(count)
+        profile = np.full(ROWS + 1, -1)
+        reversing.run(workers, profile=profile)
+        assert (profile[:ROWS] > (0 if count == 1 else -1)).all() and 0 < profile[:ROWS].sum() < profile[ROWS]
+        kept = profile.copy()
+        reversing.run(workers)  # not asked for: not written
+        np.testing.assert_array_equal(profile, kept)
+        part = np.full(22, -1)
+        workers.run(reversing.plan, TOKENS, reversing.plan.sections["part.1"], part)
+        assert 0 < part[:20].sum() < part[20] and part[21] == -1
     for bad in (np.zeros(ROWS, np.int64), np.zeros(ROWS + 1, np.int32)):
         with pytest.raises(ThreadsError, match="profile"):
             workers.run(reversing.plan, TOKENS, profile=bad)
@@ -191,11 +220,21 @@ def test_a_section_alone(reversing):
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs affinity masks")
-def test_the_caller_may_run_where_it_could_before(reversing):
+def test_threads_are_bound_only_when_asked(reversing, monkeypatch):
+    """And the caller may run afterwards where it could before."""
     before = os.sched_getaffinity(0)
-    workers = Workers(min(2, default_threads()))
+    for options in ({}, {"bind": False}, {"bind": True}):
+        workers = Workers(2, **options)
+        reversing.run(workers)
+        assert os.sched_getaffinity(0) == before
+        (thread,) = workers._threads
+        bound = options.get("bind", False) and len(one_of_each_core()) >= 2
+        assert os.sched_getaffinity(thread.native_id) == ({one_of_each_core()[1]} if bound else before)
+        workers.close()
+    monkeypatch.setenv("HALFBYTE_BIND", "1")
+    workers = Workers(2)
     reversing.run(workers)
-    assert os.sched_getaffinity(0) == before
+    assert len(os.sched_getaffinity(workers._threads[0].native_id)) == (1 if len(one_of_each_core()) >= 2 else len(before))
     workers.close()
 
 
@@ -215,65 +254,3 @@ def test_a_fork_is_told_and_does_not_hang(reversing):
     got, wanted = reversing.run(workers)
     np.testing.assert_array_equal(got, wanted)
     workers.close()
-
-
-class TestDefaultThreads:
-    """Files of the kernel, faked."""
-
-    @pytest.fixture
-    def machine(self, tmp_path, monkeypatch):
-        """A function: eight processors on four cores, the given affinity mask, and files by path."""
-
-        def make(allowed, files=None):
-            monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(allowed), raising=False)
-            monkeypatch.setattr(module, "Path", lambda path: Path(f"{tmp_path}/{path}"))
-            siblings = {f"/sys/devices/system/cpu/cpu{c}/topology/thread_siblings_list": f"{c % 4},{c % 4 + 4}\n" for c in range(8)}
-            for path, text in (siblings | (files or {})).items():
-                (tmp_path / path[1:]).parent.mkdir(parents=True, exist_ok=True)
-                (tmp_path / path[1:]).write_text(text)
-            return default_threads()
-
-        return make
-
-    @pytest.mark.parametrize(("allowed", "cores"), [(range(8), 4), ([0, 4], 1), ([0, 1, 4, 5], 2), ([3], 1), (range(4), 4)])
-    def test_one_for_each_physical_core(self, machine, allowed, cores):
-        assert machine(allowed) == cores
-
-    def test_without_topology(self, monkeypatch):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {900, 901, 902}, raising=False)
-        monkeypatch.setattr(module, "_quota", lambda: None)
-        assert default_threads() == 3
-
-    def test_without_affinity(self, monkeypatch):
-        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-        monkeypatch.setattr(os, "cpu_count", lambda: 6)
-        assert default_threads() == 6
-
-    @pytest.mark.parametrize(
-        ("quota", "threads"),
-        [
-            ("max 100000", 4), ("200000 100000", 2), ("250000 100000", 2), ("50000 100000", 1), ("800000 100000", 4),
-            ("", 4), ("0 0", 4), ("x y", 4),
-        ],
-    )  # fmt: skip
-    def test_a_quota(self, machine, quota, threads):
-        assert machine(range(8), {"/sys/fs/cgroup/cpu.max": quota + "\n"}) == threads
-
-    def test_the_tightest_quota_around(self, machine):
-        files = {
-            "/proc/self/cgroup": "0::/user.slice/job.scope\n",
-            "/sys/fs/cgroup/user.slice/cpu.max": "300000 100000\n",
-            "/sys/fs/cgroup/user.slice/job.scope/cpu.max": "max 100000\n",
-        }
-        assert machine(range(8), files) == 3
-        assert machine(range(8), {"/sys/fs/cgroup/user.slice/job.scope/cpu.max": "100000 100000\n"}) == 1
-
-    @pytest.mark.parametrize(("quota", "threads"), [("-1", 4), ("200000", 2), ("10000", 1)])
-    def test_version_1(self, machine, quota, threads):
-        """In a container the path is that of the host, and the files are at the root."""
-        files = {
-            "/proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n",
-            "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": quota + "\n",
-            "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        }
-        assert machine(range(8), files) == threads

@@ -206,7 +206,7 @@ def test_kernels_are_compiled_side_by_side(tmp_path):
 import sys
 from halfbyte.quant.jit import store
 if __name__ == "__main__":
-    names = [("halfbyte.engine.kernels.gather",)] + [("halfbyte.engine.kernels.quantize", k) for k in ("int8", "f32")]
+    names = [("halfbyte.engine.kernels.gather",)] + [("halfbyte.engine.kernels.rms_norm", k) for k in ("int8", "f32")]
     seen = []
     store.prepare(names, lambda done, total: seen.append((done, total)))
     assert store.missing(names) == [] and seen[-1][0] == seen[-1][1] and {t for _, t in seen} == {3}, seen
