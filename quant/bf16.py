@@ -14,6 +14,7 @@ _LARGEST = np.uint32(0x7F7F)
 class BF16(Floats):
     name = "bf16"
     gguf_type = "BF16"
+    gguf_file_type = 32
     word = "<u2"
 
     def to_words(self, values: np.ndarray) -> np.ndarray:

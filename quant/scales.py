@@ -60,6 +60,11 @@ def inverse_or_zero(values: np.ndarray) -> np.ndarray:
     return np.where(tiny, np.float32(0), np.float32(1) / np.where(tiny, np.float32(1), values))
 
 
+def middles(levels: np.ndarray) -> np.ndarray:
+    """float32[n], ascending -> float32[n - 1]: halfway between two levels; what lies on one belongs to the lower level."""
+    return (levels[1:] + levels[:-1]) / 2
+
+
 def power_of_two(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For float32 values >= 0: the power of two at or below each, and its inverse; both normal whatever the value."""
     exponent = ((np.ascontiguousarray(values).view(np.uint32) >> 23) & np.uint32(0xFF)).clip(1, 253).astype(np.uint32)
@@ -211,8 +216,8 @@ class Table:
 
     @cached_property
     def middles(self) -> np.ndarray:
-        """float32, one less: halfway between two levels; what lies on one belongs to the lower level."""
-        return (self.values[1:] + self.values[:-1]) / 2
+        """float32, one less than levels: see `middles`."""
+        return middles(self.values)
 
     @property
     def bias(self) -> int:

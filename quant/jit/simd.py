@@ -57,7 +57,6 @@ class VectorModel(models.PrimitiveModel):
 
 
 F32, F16, I32, I16, I8 = Vector("f32"), Vector("f16"), Vector("i32"), Vector("i16"), Vector("i8")
-MASK = Vector("i1")
 
 
 def tile(vector: Vector, *shape: int) -> Vector:

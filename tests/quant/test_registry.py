@@ -128,7 +128,7 @@ def test_formats_of_the_page_are_the_real_ones(name):
 def test_parts_and_floats_without_all_methods_cannot_be_made():
     """Not when one of them is called, but when the class is used at all."""
     from halfbyte.quant.floats import Floats
-    from halfbyte.quant.layout import Part
+    from halfbyte.quant.parts import Part
 
     class Half(Part):
         block_bytes = 4
