@@ -144,6 +144,13 @@ class BlockFormat(ABC):
         """The inverse of `pack`."""
         raise FormatError(f"{self.name} has no codes: weights are stored as they are")
 
+    def bounds(self, blocks: np.ndarray) -> np.ndarray | None:
+        """float32[rows, groups of columns]: what no weight of a group exceeds in magnitude, by its scales alone.
+
+        Where it is finite, so are the weights, whatever file the blocks are from. None if only `decode` can tell.
+        """
+        return None
+
     def codes(self, blocks: np.ndarray) -> np.ndarray:
         """uint8[rows, padded columns]: the codes in blocks."""
         return self.unpack(blocks)[1]

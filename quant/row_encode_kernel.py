@@ -34,7 +34,7 @@ from .jit.simd import (
 from .parts import joined_packers
 from .row_storage import HEADER, NEGLIGIBLE, RowScales
 from .scaled import ScaledIntegers
-from .scales import SMALLEST
+from .scales import SMALLEST, Affine
 
 WANTED = 10240
 """Where in scratch the scales of 16 rows begin, a vector of them for each group of columns that share one."""
@@ -43,16 +43,17 @@ WANTED = 10240
 def build(name: str, source: str, method: str, order: str):
     form = get_format(name)
     assert isinstance(form, ScaledIntegers) and isinstance(form.scales, RowScales)
-    storage = form.scales
+    storage, grid = form.scales, form.grid
+    assert not isinstance(grid, Affine)
     columns, halves, six_bits = storage.columns, storage.block_bytes, storage.bits == 6
     size, searching, as_tiles = SOURCES[source][1], method == "search", order == "tiles"
     block_bytes, tile_bytes, scale_bytes = form.block_bytes, form.tile_bytes, storage.tile_bytes
     to_planes = joined_packers(form.tile_parts or form.parts).to_planes
     to_words, words = joined_packers(form.parts).to_words, (block_bytes - halves) // 4
-    first_level, top, largest_number = float(form.levels[0]), float(storage.top), storage.largest(form.grid)
+    first_level, top, largest_number = float(form.levels[0]), float(storage.top), storage.largest(grid)
     smallest, negligible = float(SMALLEST), float(NEGLIGIBLE)
-    read, peak_of, fit = reader(source), peak_over(columns), fit_of(form.grid, columns)
-    round, code = round_of(form.grid), codes_of(form.grid, form.order)
+    read, peak_of, fit = reader(source), peak_over(columns), fit_of(grid, columns)
+    round, code = round_of(grid), codes_of(grid, form.order)
     Arguments = ArgumentBlock(FIELDS)
 
     @inline

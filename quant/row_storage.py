@@ -120,7 +120,8 @@ class RowScales(ScaleStorage):
     def to_bytes(self, stored: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
         rows, codes = stored
         header = (np.ascontiguousarray(rows, np.float32).view(np.uint32) >> 16).astype("<u2").view(np.uint8).reshape(rows.size, HEADER)
-        return header, np.ascontiguousarray(codes, np.int8).view(np.uint8).reshape(rows.size, codes.shape[1] // self.block_bytes, self.block_bytes)
+        blocks = codes.shape[1] // self.block_bytes
+        return header, np.ascontiguousarray(codes, np.int8).view(np.uint8).reshape(rows.size, blocks, self.block_bytes)
 
     def from_bytes(self, header: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
         rows = np.ascontiguousarray(header).view("<u2").reshape(len(header)).astype(np.uint32) << 16

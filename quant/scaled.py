@@ -132,6 +132,14 @@ class ScaledIntegers(BlockFormat):
         stored, codes = self._split(blocks)
         return self.scales.values(stored), codes
 
+    def bounds(self, blocks: np.ndarray) -> np.ndarray:
+        """See BlockFormat.bounds."""
+        header, inner = self._headers(blocks, self._count(blocks))
+        scales = self.scales.values(self.scales.from_bytes(header, inner[..., : self.scales.block_bytes]))
+        with np.errstate(invalid="ignore", over="ignore"):
+            most = np.abs(scales.scale) * np.abs(self.levels).max()
+            return most if scales.minimum is None else most + np.abs(scales.minimum)
+
     def decode(self, blocks: np.ndarray, columns: int | None = None) -> np.ndarray:
         """See BlockFormat.decode."""
         count = self._count(blocks)
@@ -176,7 +184,7 @@ class ScaledIntegers(BlockFormat):
             blocks = blocks.reshape(len(run) * ROWS, count * self.block_bytes)
             if start:
                 blocks = np.concatenate([run[:, :start].reshape(len(blocks), -1), blocks], axis=1)
-            out[chunk] = blocks[: chunk.stop - chunk.start].reshape(-1, *out.shape[1:])
+            out[chunk] = blocks[: chunk.stop - chunk.start].reshape(out[chunk].shape)
         return out
 
     def piece(self) -> Any:
@@ -225,8 +233,9 @@ class ScaledIntegers(BlockFormat):
         header, numbers = self.scales.to_bytes(stored)
         if self.order is not None:
             codes = np.array(self.order, np.uint8)[codes]
-        inner = np.concatenate([numbers, join_parts(codes.reshape(*numbers.shape[:2], COLUMNS), self.parts)], axis=-1)
-        return np.concatenate([header, inner.reshape(len(codes), numbers.shape[1] * self.block_bytes)], axis=1) if self.header_bytes else inner
+        rows, blocks = numbers.shape[:2]
+        inner = np.concatenate([numbers, join_parts(codes.reshape(rows, blocks, COLUMNS), self.parts)], axis=-1)
+        return np.concatenate([header, inner.reshape(rows, blocks * self.block_bytes)], axis=1) if self.header_bytes else inner
 
     def _split(self, blocks: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
         """The inverse of `_join`."""

@@ -56,6 +56,7 @@ class ScaleStorage(ABC):
     encoder       the module of the kernel that encodes formats with such scales, or None: NumPy does
     rounding      how error feedback rounds a scale that it has moved (feedback_kernel.py): "f16", "integers" of a row's number,
                   "powers" of two, or "fixed": it may not move scales
+    any_scale     True if each scale is stored by itself with at least the digits of f16: see `rounded`
     """
 
     columns: int = COLUMNS
@@ -64,6 +65,7 @@ class ScaleStorage(ABC):
     block_bytes: int
     encoder: ClassVar[str | None] = None
     rounding: ClassVar[str] = "fixed"
+    any_scale: ClassVar[bool] = False
 
     @property
     def tile_bytes(self) -> int:
@@ -87,9 +89,12 @@ class ScaleStorage(ABC):
     def values(self, stored: tuple[np.ndarray, ...]) -> Scales:
         """What is stored -> what weights are multiplied with."""
 
-    def rounded(self, scale: np.ndarray, minimum: np.ndarray | None) -> Scales | None:
-        """The nearest that can be stored, if that is within 2^-11 of any scale within range; else None. float32[rows, groups]."""
-        return None
+    def rounded(self, scale: np.ndarray, minimum: np.ndarray | None) -> Scales:
+        """float32[rows, groups] -> the nearest that can be stored, within 2^-11 of them if they are in range.
+
+        Raises FormatError unless `any_scale` is true, and for a minimum where none is stored or none where one is.
+        """
+        raise FormatError(f"{type(self).__name__} cannot take any scales: choose them")
 
     # ---- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -142,6 +147,7 @@ class F16Scales(ScaleStorage):
 
     encoder = "encode_kernel"
     rounding = "f16"
+    any_scale = True
 
     def __init__(self, minimum: bool = False):
         self.numbers = 2 if minimum else 1
@@ -162,9 +168,9 @@ class F16Scales(ScaleStorage):
         wide = stored[0].astype(np.float32)
         return Scales(wide[..., 0], wide[..., 1] if self.numbers == 2 else None, stored)
 
-    def rounded(self, scale: np.ndarray, minimum: np.ndarray | None) -> Scales | None:
+    def rounded(self, scale: np.ndarray, minimum: np.ndarray | None) -> Scales:
         if (minimum is None) != (self.numbers == 1):
-            return None
+            raise FormatError(f"these scales have {'a' if self.numbers == 2 else 'no'} minimum")
         numbers = np.stack([scale] if minimum is None else [scale, minimum], axis=-1)
         return self.values((finite_f16(numbers).astype(np.float16),))
 

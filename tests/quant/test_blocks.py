@@ -261,16 +261,16 @@ def test_four_bit_formats_search_by_default():
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_large_matrices_in_chunks_give_the_same_bytes(name, monkeypatch):
-    from halfbyte.quant import floats, layout, row_scaled, scaled
+    from halfbyte.quant import arrays, floats, scaled
 
     w, block_format = weights(100, 70), get_format(name)
     blocks = block_format.encode(w)
     tiles, decoded = block_format.tile(blocks), block_format.decode(blocks, 70)
 
     def tiny_chunks(rows, columns):
-        return layout.row_chunks(rows, columns, weights=32 * 70)
+        return arrays.row_chunks(rows, columns, weights=32 * 70)
 
-    for module in (scaled, row_scaled, floats):
+    for module in (scaled, floats):
         monkeypatch.setattr(module, "row_chunks", tiny_chunks)
     assert len(tiny_chunks(100, 70)) == 4
     np.testing.assert_array_equal(block_format.encode(w), blocks)

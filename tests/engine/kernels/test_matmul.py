@@ -84,8 +84,9 @@ def test_integers_are_exact(name):
         random[:3, 2:].reshape(3, columns // 32, -1)[..., 32 // form.scale_columns :] = [[[0x00]], [[0xFF]], [[0x80]]]
     else:
         random = rng.integers(0, 256, (rows, columns // 32, form.block_bytes), np.uint8)
-        random[:3, ..., 2 * form.numbers :] = [[[0x00]], [[0xFF]], [[0x80]]]
-        random[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
+        size = form.scales.block_bytes
+        random[:3, ..., size:] = [[[0x00]], [[0xFF]], [[0x80]]]
+        random[..., :size] = np.array([1, -3][: form.scales.numbers], np.float16).view(np.uint8)
     weights = form.decode(random)
     assert (weights == np.rint(weights)).all()
     codes = rng.integers(-127, 128, (tokens, columns // 32, 32)).astype(np.int8)
