@@ -129,7 +129,10 @@ class BlockFormat(ABC):
 
     @property
     def levels(self) -> np.ndarray:
-        """float32[n], ascending: the value of each code before it is scaled. Raises FormatError if there are no codes."""
+        """float32[n], ascending: the value of each code before it is scaled. Two may be equal: methods choose the second of them.
+
+        Raises FormatError if there are no codes.
+        """
         raise FormatError(f"{self.name} has no codes: weights are stored as they are")
 
     def choose(self, weights: np.ndarray, importance: np.ndarray | None = None, method: str | None = None) -> Scales:
@@ -200,7 +203,7 @@ def nearest_codes(levels: np.ndarray, weights: np.ndarray, scales: Scales, scale
 
 
 BUILT_IN = (
-    "f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "nl4",
+    "f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "mxfp4", "nl4",
 )  # fmt: skip
 """Formats of this package: the module of that name registers the format. Imported when first asked for."""
 

@@ -1,8 +1,8 @@
 """The kernel of error feedback and coordinate descent (feedback.py): 16 rows in the lanes, their codes chosen column after column.
 
 Parameters: kind of levels ("even": whole numbers one apart, or "table"), kind of numbers ("scale" or "affine", with a minimum), how a
-scale is rounded (ScaleStorage.rounding: "f16", "integers" times a row's number, "powers" of two, or "fixed" if it may not move), and the
-columns that share a scale.
+scale is rounded (ScaleStorage.rounding: "f16", "integers" times a row's number, or "fixed" if it may not move), and the columns that
+share a scale.
 
 All matrices of a group of rows are vectors of 16 rows, one per column. Nearly all the work is two kinds of matrix products between them and
 H or its factor, done for several groups at once. Each of their sums has one order, ascending with one fma for each term, so results

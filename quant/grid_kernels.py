@@ -81,6 +81,15 @@ peak_of = peak_over(32)
 
 def round_of(grid: Symmetric):
     """round(scaled) -> the nearest levels: Grid.round."""
+    if isinstance(grid, Table) and grid.halves_to_zero:
+        magnitude = staircase(tuple(map(float, middles(grid.upper))), tuple(map(float, grid.upper)))
+
+        @inline
+        def signed(scaled):
+            found = magnitude(absolute(scaled))
+            return where(less(scaled, 0.0), zeros(F32) - found, found)
+
+        return signed
     if isinstance(grid, Table):
         return staircase(tuple(map(float, grid.middles)), tuple(map(float, grid.table)))
     bottom, top = map(float, grid.levels)

@@ -55,7 +55,7 @@ class ScaleStorage(ABC):
     tile_bytes    of the scales of a tile: 16 rows of a block
     encoder       the module of the kernel that encodes formats with such scales, or None: NumPy does
     rounding      how error feedback rounds a scale that it has moved (feedback_kernel.py): "f16", "integers" of a row's number,
-                  "powers" of two, or "fixed": it may not move scales
+                  or "fixed": it does not move scales
     any_scale     True if each scale is stored by itself with at least the digits of f16: see `rounded`
     """
 
