@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import COLUMNS
 from .block import ROWS, Scales
-from .scales import Grid, Symmetric, column_sum, inverse_or_zero, peaks, power_of_two
+from .scales import Affine, Grid, Symmetric, column_sum, inverse_or_zero, peaks, power_of_two
 from .storage import Readers, ScaleStorage, Writers
 
 
@@ -106,6 +106,7 @@ class E8M0(ScaleStorage):
         from .jit.piece import inline
         from .jit.simd import F32, f32_bits, less, load, maximum, minimum, store, to_bytes, where, zeros
 
+        assert not isinstance(grid, Affine)
         round, power, reach, top = round_of(grid), _power_lanes(), self.reach, self.top
 
         @inline

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .arrays import COLUMNS, check_blocks, row_chunks
+from .bf16 import from_bf16
 from .block import ENCODINGS, ROWS, BlockFormat
 from .errors import FormatError
 from .measures import TensorErrors, TensorMeter
@@ -203,7 +204,7 @@ def as_float32(weights: np.ndarray, name: str) -> np.ndarray:
 
 def _as_f32(weights: np.ndarray, kind: str) -> np.ndarray:
     if kind == "bf16":
-        return (weights.astype(np.uint32) << 16).view(np.float32)
+        return from_bf16(weights)
     return weights.astype(np.float32, copy=False)
 
 

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from .arrays import COLUMNS
+from .bf16 import from_bf16
 from .block import ROWS, Scales
 from .scales import SMALLEST, Grid, Symmetric, column_sum, fit_scale, inverse_or_zero, peaks, power_of_two
 from .storage import Readers, ScaleStorage
@@ -124,8 +125,8 @@ class RowScales(ScaleStorage):
         return header, np.ascontiguousarray(codes, np.int8).view(np.uint8).reshape(rows.size, blocks, self.block_bytes)
 
     def from_bytes(self, header: np.ndarray, numbers: np.ndarray) -> tuple[np.ndarray, ...]:
-        rows = np.ascontiguousarray(header).view("<u2").reshape(len(header)).astype(np.uint32) << 16
-        return rows.view(np.float32), np.ascontiguousarray(numbers).view(np.int8).reshape(len(header), numbers.shape[1] * self.block_bytes)
+        rows = from_bf16(np.ascontiguousarray(header).view("<u2").reshape(len(header)))
+        return rows, np.ascontiguousarray(numbers).view(np.int8).reshape(len(header), numbers.shape[1] * self.block_bytes)
 
     def to_tile(self, numbers: np.ndarray) -> np.ndarray:
         """8 bits: 16 bytes of each scale. 6 bits, of two scales: 16 bytes with the low nibbles of code + 32, then for each scale a

@@ -221,3 +221,20 @@ def test_a_grid_with_a_minimum_needs_scales_with_one():
 
         class Wrong(ScaledIntegers):
             grid = Affine(4)
+
+
+def test_what_gguf_calls_the_formats_is_what_the_gguf_package_says():
+    from gguf import GGMLQuantizationType, LlamaFileType
+
+    for form in map(get_format, registry.BUILT_IN):
+        assert (form.gguf_type is None) == (form.gguf_file_type is None)
+        if form.gguf_type is not None:
+            assert form.gguf_type in GGMLQuantizationType.__members__
+            name = LlamaFileType(form.gguf_file_type).name
+            assert name.removeprefix("ALL_").removeprefix("MOSTLY_").removesuffix("_MOE") == form.gguf_type
+
+
+def test_bits_of_codes():
+    bits = {name: get_format(name).bits for name in registry.BUILT_IN}
+    for name, count in bits.items():
+        assert name.lstrip("abdfilmnpqrx").startswith(str(count)), "formats are named after the bits of their codes"
