@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..quant.bf16 import from_bf16
 from ..quant.errors import FormatError
 from .errors import UnknownTypeError
 
@@ -36,7 +37,7 @@ def to_float32(raw: np.ndarray, kind: str, path: Any, where: str) -> np.ndarray:
         with np.errstate(all="ignore"):  # an f64 beyond f32 becomes infinity, which its reader will report
             return raw.view(PLAIN[kind]).astype(np.float32)
     if kind in ("bf16", "f8_e4m3", "f8_e5m2", "f8_e8m0"):
-        return bf16_to_float32(raw) if kind == "bf16" else float8_table(kind)[raw]
+        return from_bf16(raw.view("<u2")) if kind == "bf16" else float8_table(kind)[raw]
     decode, width, block = _decoder(kind, path, where)
     rows, nbytes = raw.shape
     columns = nbytes // width * block
@@ -49,13 +50,6 @@ def to_float32(raw: np.ndarray, kind: str, path: Any, where: str) -> np.ndarray:
             part = raw[start : start + step]
             values[start : start + step] = decode(part.reshape(-1, width)).reshape(len(part), columns)
     return values
-
-
-def bf16_to_float32(raw: np.ndarray) -> np.ndarray:
-    """uint8[rows, 2 · columns] of bfloat16 -> float32[rows, columns]: the upper half of each float32's bits."""
-    bits = raw.view("<u2").astype(np.uint32)
-    bits <<= 16
-    return bits.view(np.float32)
 
 
 _float8: dict[str, np.ndarray] = {}
@@ -119,21 +113,21 @@ def _halves(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
-def _six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """uint8[blocks, 12] -> eight 6-bit scales and eight 6-bit minima, uint8[blocks, 8] each.
+def six_bit_pairs(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """uint8[..., 12] -> eight 6-bit scales and eight 6-bit minima of q4_k and q5_k, uint8[..., 8] each.
 
     Bytes 0–3 and 4–7 hold scales and minima 0–3 in their lower six bits; their upper two bits are the upper bits of numbers 4–7,
     whose lower four bits are the nibbles of bytes 8–11 (low: scale, high: minimum).
     """
-    first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scales = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), axis=1)
-    minima = np.concatenate((second & 63, (rest >> 4) | (second >> 6 << 4)), axis=1)
+    first, second, rest = packed[..., 0:4], packed[..., 4:8], packed[..., 8:12]
+    scales = np.concatenate((first & 63, (rest & 15) | (first >> 6 << 4)), axis=-1)
+    minima = np.concatenate((second & 63, (rest >> 4) | (second >> 6 << 4)), axis=-1)
     return scales, minima
 
 
 def _scaled_with_minimum(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """uint8[blocks, 8, 32] × scale - minimum, by the header of q4_k and q5_k: f16 scale, f16 minimum, 12 bytes of 6-bit pairs."""
-    scales, minima = _six_bit_pairs(blocks[:, 4:16])
+    scales, minima = six_bit_pairs(blocks[:, 4:16])
     scale = _halves(blocks, 0) * scales.astype(np.float32)
     minimum = _halves(blocks, 2) * minima.astype(np.float32)
     values = codes.astype(np.float32)

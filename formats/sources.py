@@ -7,13 +7,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from ..quant.block import format_names
 from .errors import InputError, printable, some
 
 DEMO = "smollm2"
 _ENDINGS = (".hbf", ".gguf", ".safetensors")
-_FORMAT_IN_NAME = re.compile(
-    r"[._-](b?f16|f32|fp16|fp32|i?q\d(_[a-z0-9]+)*|nl\d(_\d+)?|int[48]|\d+(\.\d+)?(MB|bpw)|kl\d+(\.\d+)?)$", re.IGNORECASE
-)
+_FORMAT_IN_NAME = r"[._-](fp16|fp32|i?q\d(_[a-z0-9]+)*|int[48]|\d+(\.\d+)?(MB|bpw)|kl\d+(\.\d+)?)$"
+"""What names of files say of their format besides the name of one of ours: GGUF's types and mixes, and what qconvert was asked for."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
@@ -60,6 +60,7 @@ def default_output(source: Path, kind: str, format: str) -> Path:
     source = Path(os.path.abspath(source))
     stem = source.name if source.is_dir() else source.stem
     # The format that a name may carry is that of the source: the new one takes its place.
-    stem = _FORMAT_IN_NAME.sub("", stem) or stem
+    ours = "|".join(map(re.escape, format_names()))
+    stem = re.sub(rf"[._-]({ours})$|{_FORMAT_IN_NAME}", "", stem, flags=re.IGNORECASE) or stem
     ending = "" if kind == "safetensors" else f".{kind}"
     return source.with_name(f"{stem}.{format}{ending}")

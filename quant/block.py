@@ -5,7 +5,7 @@ orders that hold the same bits:
 
 * *blocks*, uint8[rows, columns / block_columns, block_bytes]: one row after another, as GGUF files have it. Where rows have a
   header of their own, uint8[rows, header_bytes + columns / block_columns · block_bytes]: the header, then the row's blocks;
-* *tiles*, a flat uint8 array: 16 rows interleaved, in the order in which the matrix kernels read them (see layout.py). A group
+* *tiles*, a flat uint8 array: 16 rows interleaved, in the order in which the matrix kernels read them (see parts.py). A group
   of 16 rows begins with its rows' headers.
 
 `encode` and `decode` in NumPy are the specification of a format. Everything faster must give the same bytes.
@@ -22,9 +22,16 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .errors import FormatError
+from .scales import middles
 
 ROWS = 16
 """Rows interleaved in one tile. Rows of a matrix that are not a multiple of it are padded with zeros in tiles."""
+
+
+ENCODINGS = ("nearest", "search")
+"""Methods of `BlockFormat.encode`."""
+METHODS = (*ENCODINGS, "feedback")
+"""All ways from weights to blocks (methods.py), from the fastest to the best."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class BlockFormat(ABC):
     header_bytes   bytes that one row adds before its blocks (a scale of its scales); 0 for most formats
     scale_columns  weights that share one scale as the kernels see it: 16 or 32
     gguf_type      the name of the GGUF type that holds bit for bit the same blocks, or None
+    gguf_file_type what `general.file_type` is in GGUF files of mostly this type (llama.cpp's LLAMA_FTYPE), or None
+    scales         how scales are stored (storage.py), for methods that move scales after `choose`; None: they stay as chosen
     integers       True if the kernels multiply integers (int8 activations); False for f32, f16 and bf16
     """
 
@@ -72,7 +81,14 @@ class BlockFormat(ABC):
     header_bytes: ClassVar[int] = 0
     scale_columns: ClassVar[int] = 32
     gguf_type: ClassVar[str | None] = None
+    gguf_file_type: ClassVar[int | None] = None
+    scales: ClassVar[Any] = None
     integers: ClassVar[bool] = True
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code, or of one number where there are no codes; scales not counted."""
+        return int(self.bits_per_weight())
 
     @property
     def tile_bytes(self) -> int:
@@ -103,8 +119,8 @@ class BlockFormat(ABC):
         """float32[rows, columns] -> uint8[blocks_shape].
 
         importance: float32[columns], the weight of a column's squared error (None: all alike).
-        method: "nearest" (scale from the largest weight, GGUF's reference rounding), "search" (least weighted squared
-        error over scales), or None for the format's default. Padding columns are zero. Never gives a non-finite scale.
+        method: one of ENCODINGS: "nearest" (scale from the largest weight, GGUF's reference rounding) or "search" (least weighted
+        squared error over scales), or None for the format's default. Padding columns are zero. Never gives a non-finite scale.
         """
 
     @abstractmethod
@@ -113,7 +129,10 @@ class BlockFormat(ABC):
 
     @property
     def levels(self) -> np.ndarray:
-        """float32[n], ascending: the value of each code before it is scaled. Raises FormatError if there are no codes."""
+        """float32[n], ascending: the value of each code before it is scaled. Two may be equal: methods choose the second of them.
+
+        Raises FormatError if there are no codes.
+        """
         raise FormatError(f"{self.name} has no codes: weights are stored as they are")
 
     def choose(self, weights: np.ndarray, importance: np.ndarray | None = None, method: str | None = None) -> Scales:
@@ -127,6 +146,13 @@ class BlockFormat(ABC):
     def unpack(self, blocks: np.ndarray) -> tuple[Scales, np.ndarray]:
         """The inverse of `pack`."""
         raise FormatError(f"{self.name} has no codes: weights are stored as they are")
+
+    def bounds(self, blocks: np.ndarray) -> np.ndarray | None:
+        """float32[rows, groups of columns]: what no weight of a group exceeds in magnitude, by its scales alone.
+
+        Where it is finite, so are the weights, whatever file the blocks are from. None if only `decode` can tell.
+        """
+        return None
 
     def codes(self, blocks: np.ndarray) -> np.ndarray:
         """uint8[rows, padded columns]: the codes in blocks."""
@@ -159,7 +185,7 @@ def nearest_codes(levels: np.ndarray, weights: np.ndarray, scales: Scales, scale
     """See BlockFormat.nearest_codes: for any ascending levels, one group of columns after another in bounded memory."""
     rows, columns = weights.shape
     padded = -(-columns // block_columns) * block_columns
-    middles = (levels[1:] + levels[:-1]) / 2
+    between = middles(levels)
     none = np.uint8(np.abs(levels).argmin())
     codes = np.empty((rows, padded), np.uint8)
     for group in range(padded // scale_columns):
@@ -171,13 +197,13 @@ def nearest_codes(levels: np.ndarray, weights: np.ndarray, scales: Scales, scale
         if scales.minimum is not None:
             x -= scales.minimum[:, group, None]
         with np.errstate(over="ignore"):
-            found = np.searchsorted(middles, x / np.where(scale == 0, np.float32(1), scale))
+            found = np.searchsorted(between, x / np.where(scale == 0, np.float32(1), scale))
         codes[:, at] = np.where(scale == 0, none, found)
     return codes
 
 
 BUILT_IN = (
-    "f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "nl4",
+    "f32", "f16", "bf16", "q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "mxfp4", "nl4",
 )  # fmt: skip
 """Formats of this package: the module of that name registers the format. Imported when first asked for."""
 

@@ -1,14 +1,15 @@
 """The kernel that quantizes: rows of bf16, f16 or f32 numbers to tiles or blocks of a format, 16 rows by 32 columns at a time.
 
-Parameters: name of a format (a ScaledIntegers), type of the source, method, byte order of the result ("tiles" or "blocks").
+Parameters: name of a format (a ScaledIntegers whose scales have writers), type of the source, method, byte order of the result ("tiles"
+or "blocks").
 """
 
 from __future__ import annotations
 
 from .block import get_format
-from .grid_kernels import codes_of, nearest_of, search_of
+from .grid_kernels import codes_of
 from .jit.fields import ArgumentBlock, view
-from .jit.memory import load_i32, load_u16, store_f32, store_i16, store_i32
+from .jit.memory import load_i32, store_f32, store_i32
 from .jit.piece import inline
 from .jit.simd import (
     F16,
@@ -23,12 +24,11 @@ from .jit.simd import (
     load,
     maximum,
     store,
-    to_f16,
     to_f32,
     where,
     zeros,
 )
-from .part_kernels import joined, scatter_words
+from .parts import joined_packers
 from .scaled import ScaledIntegers
 
 FIELDS = "source row_bytes columns blocks groups out out_bytes importance candidates candidate_count scratch scratch_bytes sums"
@@ -77,6 +77,14 @@ def reader(source: str):
 
 
 @inline
+def scatter_words(words, count, out, row_stride):
+    """`count` vectors of words, lane r of each to row r: out + r * row_stride, 4 bytes after another."""
+    for r in range(16):
+        for i in range(count):
+            store_i32(out + r * row_stride + 4 * i, load_i32(words + 64 * i + 4 * r))
+
+
+@inline
 def finish_sums(sums, energy, cross, error_energy, largest, worst, worst_block, scratch):
     """Stores what was measured of a group of rows (see `sums` in FIELDS). worst: largest error² of a row's blocks, and which it was."""
     store_f32(sums, energy)
@@ -96,16 +104,15 @@ def finish_sums(sums, energy, cross, error_energy, largest, worst, worst_block, 
 def build(name: str, source: str, method: str, order: str):
     block_format = get_format(name)
     assert isinstance(block_format, ScaledIntegers)
-    grid, numbers = block_format.grid, block_format.numbers
-    affine, searching = numbers == 2, method == "search"
-    nearest, search, code = nearest_of(grid), search_of(grid), codes_of(grid)
+    storage, code = block_format.scales, codes_of(block_format.grid, block_format.order)
+    affine, searching = storage.numbers == 2, method == "search"
+    nearest, search, scales_to_tile, scales_to_rows, _ = storage.writers(block_format.grid)
     size = SOURCES[source][1]
     block_bytes, tile_bytes, as_tiles = block_format.block_bytes, block_format.tile_bytes, order == "tiles"
-    parts = tuple(type(part).__name__ for part in block_format.parts)
-    tile_parts = tuple(type(part).__name__ for part in block_format.tile_parts or block_format.parts)
-    to_planes, to_words = joined(tile_parts, 1), joined(parts, 2)
-    words = (block_bytes - 2 * numbers) // 4
-    header = 2 * numbers
+    to_planes = joined_packers(block_format.tile_parts or block_format.parts).to_planes
+    to_words = joined_packers(block_format.parts).to_words
+    scale_bytes, tile_scale_bytes = storage.block_bytes, storage.tile_bytes
+    words = (block_bytes - scale_bytes) // 4
     Arguments = ArgumentBlock(FIELDS)
 
     read = reader(source)
@@ -144,19 +151,13 @@ def build(name: str, source: str, method: str, order: str):
                 at = scratch + WORDS
                 if as_tiles:
                     out = a.out + g * a.out_bytes + b * tile_bytes
-                    store(out, to_f16(scale))
-                    if affine:
-                        store(out + 32, to_f16(low))
-                    to_planes(codes, out + 16 * header)
+                    scales_to_tile(scale, low, out)
+                    to_planes(codes, out + tile_scale_bytes)
                 else:
                     out, row = a.out + g * a.out_bytes + b * block_bytes, a.blocks * block_bytes
-                    store(at, to_f16(scale))
-                    store(at + 32, to_f16(low))
-                    for r in range(16):
-                        for i in range(numbers):
-                            store_i16(out + r * row + 2 * i, load_u16(at + 32 * i + 2 * r))
+                    scales_to_rows(scale, low, at, out, row)
                     to_words(codes, at)
-                    scatter_words(at, words, out + header, row)
+                    scatter_words(at, words, out + scale_bytes, row)
             finish_sums(a.sums + 32 * g, energy, cross, error_energy, largest, worst, worst_block, scratch + WORDS)
 
     return kernel

@@ -13,21 +13,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block import ROWS, BlockFormat
+from .arrays import COLUMNS, check_blocks, row_chunks
+from .bf16 import from_bf16
+from .block import ENCODINGS, ROWS, BlockFormat
 from .errors import FormatError
-from .layout import COLUMNS, check_blocks, row_chunks
 from .measures import TensorErrors, TensorMeter
 from .processors import logical_processors
-from .row_scaled import RowScaledIntegers
-from .scaled import METHODS, ScaledIntegers
+from .scaled import ScaledIntegers
 from .scales import AbsoluteMax, Affine, SignedMax, Table, check_finite, check_importance
 
-_PARTS = ("Bytes", "Nibbles", "FifthBits", "TopPairs")
 _ORDERS = ("tiles", "blocks")
 ENCODE_SCRATCH, TILE_SCRATCH = 10240, 1536
 """Bytes of scratch memory of one worker: see encode_kernel.py (up to 8 vectors of words after WORDS) and retile_kernel.py.
 
-row_encode_kernel.py needs a vector more for each group of columns that share a scale.
+Kernels of some scales need more: ScaleStorage.scratch_bytes.
 """
 
 
@@ -66,11 +65,11 @@ def encode(
     rows, columns = weights.shape
     if not has_kernel(block_format) or rows < ROWS or columns == 0:
         return _reference(block_format, weights, kind, order, importance, method, name, meter or TensorMeter())
-    assert isinstance(block_format, (ScaledIntegers, RowScaledIntegers))
-    by_row = isinstance(block_format, RowScaledIntegers)
+    assert isinstance(block_format, ScaledIntegers)
+    storage = block_format.scales
     method = method or block_format.method
-    if method not in METHODS:
-        raise FormatError(f"{block_format.name}: unknown method {method!r}; known are {', '.join(METHODS)}")
+    if method not in ENCODINGS:
+        raise FormatError(f"{block_format.name}: unknown method {method!r}; known are {', '.join(ENCODINGS)}")
     weigh = np.ones(columns, np.float32) if importance is None else check_importance(importance, columns, block_format.name)
     blocks = -(-columns // COLUMNS)
     weigh = np.pad(weigh, (0, blocks * COLUMNS - columns), mode="edge")
@@ -83,13 +82,12 @@ def encode(
 
     as_tiles = order == "tiles"
     group_bytes = block_format.tiles_nbytes(ROWS, columns) if as_tiles else math.prod(block_format.blocks_shape(ROWS, columns))
-    group_scales = 64 * blocks * (COLUMNS // block_format.scale_columns)
     out = np.empty((-(-rows // ROWS) if as_tiles else groups) * group_bytes, np.uint8)
     sums = np.empty((groups, 8), np.float32)
     candidates = block_format.grid.candidates
     run_kernel(
-        ("row_encode_kernel" if by_row else "encode_kernel", block_format.name, kind, method, order),
-        ENCODE_SCRATCH + (group_scales if by_row else 0),
+        (storage.encoder or "", block_format.name, kind, method, order),
+        ENCODE_SCRATCH + storage.scratch_bytes(blocks),
         groups,
         threads,
         source=source.ctypes.data,
@@ -157,13 +155,13 @@ def tile(block_format: BlockFormat, blocks: np.ndarray, threads: int | None = No
 
 
 def has_kernel(block_format: BlockFormat) -> bool:
-    """Whether the kernels know this format: integers of a known grid and of known parts, nothing overridden."""
-    cls, base = type(block_format), RowScaledIntegers if isinstance(block_format, RowScaledIntegers) else ScaledIntegers
+    """Whether the kernels know this format: integers of a known grid, scales and parts that have a compiled side, nothing overridden."""
     return (
-        isinstance(block_format, (ScaledIntegers, RowScaledIntegers))
+        isinstance(block_format, ScaledIntegers)
         and type(block_format.grid) in (SignedMax, AbsoluteMax, Table, Affine)
-        and all(type(part).__name__ in _PARTS and type(part).__module__ == f"{__package__}.layout" for part in block_format.parts)
-        and all(getattr(cls, way) is getattr(base, way) for way in ("encode", "decode", "tile", "untile"))
+        and block_format.scales.encoder is not None
+        and all(part.compiled for part in block_format.parts)
+        and all(getattr(type(block_format), way) is getattr(ScaledIntegers, way) for way in ("encode", "decode", "tile", "untile"))
     )
 
 
@@ -206,7 +204,7 @@ def as_float32(weights: np.ndarray, name: str) -> np.ndarray:
 
 def _as_f32(weights: np.ndarray, kind: str) -> np.ndarray:
     if kind == "bf16":
-        return (weights.astype(np.uint32) << 16).view(np.float32)
+        return from_bf16(weights)
     return weights.astype(np.float32, copy=False)
 
 

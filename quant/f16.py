@@ -13,6 +13,7 @@ from .scales import finite_f16
 class F16(Floats):
     name = "f16"
     gguf_type = "F16"
+    gguf_file_type = 1
     word = "<f2"
 
     def to_words(self, values: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ from .floats import Floats
 class F32(Floats):
     name = "f32"
     gguf_type = "F32"
+    gguf_file_type = 0
     word = "<f4"
 
     def to_words(self, values: np.ndarray) -> np.ndarray:

@@ -24,14 +24,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .arrays import group_rows, pad_columns
 from .block import ROWS, BlockFormat, Scales
 from .cholesky import STRIP, unit_factor
 from .encoders import encode, run_kernel
 from .errors import FormatError
-from .layout import group_rows, pad_columns
-from .row_scaled import RowScaledIntegers
-from .scaled import ScaledIntegers
-from .scales import inverse_or_zero, power_of_two
+from .scales import middles, power_of_two
+from .storage import ScaleStorage
 
 BLOCK = 32
 """Columns that the kernel works on at once; matrices are padded to a multiple of it."""
@@ -169,13 +168,16 @@ def choose_codes(
         return Chosen(scales, codes, np.zeros((2, rows)))
 
     unit, inverse = power_of_two(np.abs(weights).max(axis=1))
-    kind, storage, top = _storage(block_format, scales, unit, inverse)
+    storage: ScaleStorage | None = block_format.scales
+    kind, steps, top = "fixed", np.zeros((rows, 2), np.float32), 0.0
+    if storage is not None:
+        kind, (steps, top) = storage.rounding, storage.steps(scales, unit, inverse)
     x = _to_lanes(pad_columns(weights * inverse[:, None]))
     scale = _to_lanes(scales.scale * inverse[:, None])
     minimum = scale if scales.minimum is None else _to_lanes(scales.minimum * inverse[:, None])
     even = bool((np.diff(levels) == 1).all())
-    middles = (levels[1:] + levels[:-1]) / 2
-    storage = _to_lanes(storage)
+    between = middles(levels)
+    steps = _to_lanes(steps)
     out, losses = np.empty((groups, padded, ROWS), np.uint8), np.empty((groups, 2, ROWS), np.float32)
     sums, dampings = hessian.sums(shared), hessian.dampings
     run_kernel(
@@ -186,7 +188,7 @@ def choose_codes(
         weights=x.ctypes.data,
         scales=scale.ctypes.data,
         minima=minimum.ctypes.data,
-        storage=storage.ctypes.data,
+        storage=steps.ctypes.data,
         codes=out.ctypes.data,
         losses=losses.ctypes.data,
         groups=groups,
@@ -197,7 +199,7 @@ def choose_codes(
         order=hessian.order.ctypes.data,
         sums=sums.ctypes.data,
         levels=levels.ctypes.data,
-        middles=middles.ctypes.data,
+        middles=between.ctypes.data,
         level_count=levels.size,
         first=float(levels[0]),
         last=float(levels[-1]),
@@ -206,7 +208,8 @@ def choose_codes(
         passes=passes,
     )
     minima = None if scales.minimum is None else _from_lanes(minimum, rows) * unit[:, None]
-    scales = _restored(block_format, scales, _from_lanes(scale, rows) * unit[:, None], minima)
+    if storage is not None:
+        scales = storage.moved(scales, _from_lanes(scale, rows) * unit[:, None], minima)
     loss = _from_lanes(losses, rows).T.astype(np.float64) * (hessian.unit * unit.astype(np.float64) ** 2)
     return Chosen(scales, _from_lanes(out, rows), loss)
 
@@ -224,27 +227,3 @@ def _from_lanes(array: np.ndarray, rows: int) -> np.ndarray:
 def scratch_bytes(columns: int, shared: int) -> int:
     """Scratch memory of the kernel: for each group 4 numbers per column and 2 per scale, times 16 rows, and those of a block."""
     return BATCH * (64 * (4 * columns + 2 * (columns // shared)) + LOCAL_BYTES)
-
-
-# ---- how scales are stored -------------------------------------------------------------------------------------------
-
-
-def _storage(block_format: BlockFormat, scales: Scales, unit: np.ndarray, inverse: np.ndarray) -> tuple[str, np.ndarray, float]:
-    """(kind, float32[rows, 2] factors to what is stored and back, largest code): see feedback_kernel.FIELDS."""
-    if isinstance(block_format, ScaledIntegers):
-        return "f16", np.stack([unit, inverse], axis=1), 0.0
-    if isinstance(block_format, RowScaledIntegers):
-        row = scales.stored[0] * inverse
-        return "codes", np.stack([inverse_or_zero(row), row], axis=1), float(block_format.top)
-    return "fixed", np.zeros((unit.size, 2), np.float32), 0.0
-
-
-def _restored(block_format: BlockFormat, old: Scales, scale: np.ndarray, minimum: np.ndarray | None) -> Scales:
-    """Scales with other numbers, which are ones that the format can store."""
-    if isinstance(block_format, ScaledIntegers):
-        numbers = np.stack([scale] if minimum is None else [scale, minimum], axis=-1).astype(np.float16)
-        return Scales(scale, minimum, (numbers,))
-    if isinstance(block_format, RowScaledIntegers):
-        row = old.stored[0]
-        return Scales(scale, None, (row, np.rint(scale * inverse_or_zero(row)[:, None]).astype(np.int8)))
-    return old

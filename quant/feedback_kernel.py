@@ -1,7 +1,8 @@
 """The kernel of error feedback and coordinate descent (feedback.py): 16 rows in the lanes, their codes chosen column after column.
 
 Parameters: kind of levels ("even": whole numbers one apart, or "table"), kind of numbers ("scale" or "affine", with a minimum), how a
-scale is stored ("f16", "codes" of a row's number, or "fixed" if it may not move), and the columns that share a scale.
+scale is rounded (ScaleStorage.rounding: "f16", "integers" times a row's number, or "fixed" if it may not move), and the columns that
+share a scale.
 
 All matrices of a group of rows are vectors of 16 rows, one per column. Nearly all the work is two kinds of matrix products between them and
 H or its factor, done for several groups at once. Each of their sums has one order, ascending with one fma for each term, so results
@@ -63,7 +64,7 @@ factor             float32[columns, columns]: row k, columns j < k: what a unit 
 order              int64[columns]
 sums               float32[columns / scale columns, 32]: damped hessian summed over the rows of a group of columns, for the 32 of its block
 levels, middles    float32[level_count], and [level_count - 1]; first and last of the levels
-top                largest code of a scale (storage "codes")
+top                largest code of a scale (rounding "integers")
 rounds, passes     of feedback and descent; of descent in each
 scratch            feedback.scratch_bytes for each worker
 """
@@ -72,12 +73,11 @@ DEPTH = 64
 """Columns of a sum after which a tile of sums makes room for the next, so that their errors stay in the nearest cache."""
 
 
-def build(kind: str, numbers: str, storage: str, scale_columns: str):
+def build(kind: str, numbers: str, rounding: str, scale_columns: str):
     tall, wide = (4, 4) if "avx512f" in current().features else (2, 2)
     width = tall * wide
     shared = int(scale_columns)
-    even, affine, movable = kind == "even", numbers == "affine", storage != "fixed"
-    halves = storage == "f16"
+    even, affine, movable = kind == "even", numbers == "affine", rounding != "fixed"
     Arguments, Tile = ArgumentBlock(FIELDS), tile(F32, width, 1)
 
     # ---- levels and scales -------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def build(kind: str, numbers: str, storage: str, scale_columns: str):
                 code = code + where(less(load_f32(a.middles + 4 * i), level), zeros(I32) + 1, zeros(I32))
             return code
 
-    if halves:
+    if rounding == "f16":
 
         @inline
         def storable(a, scale, units):

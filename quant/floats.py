@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from .arrays import COLUMNS, check_blocks, check_matrix, check_tiles, group_rows, pad_columns, row_chunks
 from .block import ROWS, BlockFormat
 from .errors import FormatError
-from .layout import COLUMNS, check_blocks, check_matrix, check_tiles, group_rows, pad_columns, row_chunks
 
 
 class Floats(BlockFormat):
@@ -24,6 +24,11 @@ class Floats(BlockFormat):
     word: ClassVar[str]
     integers = False
     block_columns = COLUMNS
+
+    @property
+    def bits(self) -> int:
+        """See BlockFormat.bits."""
+        return 8 * np.dtype(self.word).itemsize
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]

@@ -26,7 +26,7 @@ from .jit.simd import (
     where,
     zeros,
 )
-from .scales import F16_MAX, F16_OVERFLOW, SINGULAR, AbsoluteMax, Affine, Grid, SignedMax, Symmetric, Table
+from .scales import F16_MAX, F16_OVERFLOW, SINGULAR, AbsoluteMax, Affine, Grid, SignedMax, Symmetric, Table, middles
 
 TINY = 2.0**-126
 
@@ -81,6 +81,15 @@ peak_of = peak_over(32)
 
 def round_of(grid: Symmetric):
     """round(scaled) -> the nearest levels: Grid.round."""
+    if isinstance(grid, Table) and grid.halves_to_zero:
+        magnitude = staircase(tuple(map(float, middles(grid.upper))), tuple(map(float, grid.upper)))
+
+        @inline
+        def signed(scaled):
+            found = magnitude(absolute(scaled))
+            return where(less(scaled, 0.0), zeros(F32) - found, found)
+
+        return signed
     if isinstance(grid, Table):
         return staircase(tuple(map(float, grid.middles)), tuple(map(float, grid.table)))
     bottom, top = map(float, grid.levels)
@@ -92,10 +101,10 @@ def round_of(grid: Symmetric):
     return round
 
 
-def codes_of(grid: Grid):
-    """codes(levels) -> i32 lanes: Grid.codes."""
-    if isinstance(grid, Table):
-        number = staircase(tuple(map(float, grid.middles)), tuple(map(float, range(len(grid.table)))))
+def codes_of(grid: Grid, order: tuple[int, ...] | None = None):
+    """codes(levels) -> i32 lanes: Grid.codes; with `order` (ScaledIntegers.order) the bits that are stored for them."""
+    if isinstance(grid, Table) or order is not None:
+        number = staircase(tuple(map(float, middles(grid.values))), tuple(map(float, order or range(grid.values.size))))
 
         @inline
         def codes(levels):

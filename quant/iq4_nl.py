@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import NIBBLES
+from .parts import NIBBLES
 from .scaled import ScaledIntegers
 from .scales import Table
 
@@ -12,6 +12,7 @@ from .scales import Table
 class IQ4_NL(ScaledIntegers):
     name = "iq4_nl"
     gguf_type = "IQ4_NL"
+    gguf_file_type = 25
     grid = Table()
     parts = (NIBBLES,)
     method = "search"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .block import ROWS, BlockFormat
+from .block import METHODS, ROWS, BlockFormat
 from .encoders import Encoded, as_float32, encode, tile
 from .errors import FormatError
 from .feedback import DAMPING, PASSES, ROUNDS, Hessian, checked_moments, choose_codes, prepare
@@ -21,8 +21,6 @@ from .measures import TensorErrors, TensorMeter
 from .processors import logical_processors
 from .scales import check_finite
 
-METHODS = ("nearest", "search", "feedback")
-"""From the fastest to the best."""
 TIED_DAMPING = 0.1
 """For an embedding that is also the head: its rows are not only multiplied with inputs but are inputs, where every column counts."""
 RUN_WEIGHTS = 1 << 17

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import NIBBLES
-from .row_scaled import RowScaledIntegers
+from .parts import NIBBLES
+from .row_storage import ROW_SCALES
+from .scaled import ScaledIntegers
 from .scales import Table
 
 
 @register
-class NL4(RowScaledIntegers):
+class NL4(ScaledIntegers):
     name = "nl4"
     grid = Table()
+    scales = ROW_SCALES
     parts = (NIBBLES,)
+    method = "search"

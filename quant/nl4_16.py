@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import NIBBLES
-from .row_scaled import RowScaledIntegers
+from .parts import NIBBLES
+from .row_storage import RowScales
+from .scaled import ScaledIntegers
 from .scales import Table
 
 
 @register
-class NL4_16(RowScaledIntegers):
+class NL4_16(ScaledIntegers):
     name = "nl4_16"
     grid = Table()
+    scales = RowScales(columns=16, bits=6)
     parts = (NIBBLES,)
-    scale_columns = 16
-    scale_bits = 6
+    method = "search"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import FIFTH_BITS, NIBBLES
-from .row_scaled import RowScaledIntegers
+from .parts import FIFTH_BITS, NIBBLES
+from .row_storage import ROW_SCALES
+from .scaled import ScaledIntegers
 from .scales import NL5_LEVELS, Table
 
 
 @register
-class NL5(RowScaledIntegers):
+class NL5(ScaledIntegers):
     name = "nl5"
     grid = Table(NL5_LEVELS)
+    scales = ROW_SCALES
     parts = (FIFTH_BITS, NIBBLES)
+    method = "search"

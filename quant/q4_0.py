@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import NIBBLES
+from .parts import NIBBLES
 from .scaled import ScaledIntegers
 from .scales import SignedMax
 
@@ -12,6 +12,7 @@ from .scales import SignedMax
 class Q4_0(ScaledIntegers):
     name = "q4_0"
     gguf_type = "Q4_0"
+    gguf_file_type = 2
     grid = SignedMax(4)
     parts = (NIBBLES,)
     method = "search"

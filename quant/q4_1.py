@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import NIBBLES
+from .parts import NIBBLES
 from .scaled import ScaledIntegers
 from .scales import Affine
+from .storage import F16_WITH_MINIMUM
 
 
 @register
 class Q4_1(ScaledIntegers):
     name = "q4_1"
     gguf_type = "Q4_1"
+    gguf_file_type = 3
     grid = Affine(4)
+    scales = F16_WITH_MINIMUM
     parts = (NIBBLES,)
     method = "search"

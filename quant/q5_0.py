@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import FIFTH_BITS, NIBBLES
+from .parts import FIFTH_BITS, NIBBLES
 from .scaled import ScaledIntegers
 from .scales import SignedMax
 
@@ -12,6 +12,7 @@ from .scales import SignedMax
 class Q5_0(ScaledIntegers):
     name = "q5_0"
     gguf_type = "Q5_0"
+    gguf_file_type = 8
     grid = SignedMax(5)
     parts = (FIFTH_BITS, NIBBLES)
     tile_parts = (NIBBLES, FIFTH_BITS)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import FIFTH_BITS, NIBBLES
+from .parts import FIFTH_BITS, NIBBLES
 from .scaled import ScaledIntegers
 from .scales import Affine
+from .storage import F16_WITH_MINIMUM
 
 
 @register
 class Q5_1(ScaledIntegers):
     name = "q5_1"
     gguf_type = "Q5_1"
+    gguf_file_type = 9
     grid = Affine(5)
+    scales = F16_WITH_MINIMUM
     parts = (FIFTH_BITS, NIBBLES)
     tile_parts = (NIBBLES, FIFTH_BITS)

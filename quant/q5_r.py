@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import FIFTH_BITS, NIBBLES
-from .row_scaled import RowScaledIntegers
+from .parts import FIFTH_BITS, NIBBLES
+from .row_storage import ROW_SCALES
+from .scaled import ScaledIntegers
 from .scales import SignedMax
 
 
 @register
-class Q5_R(RowScaledIntegers):
+class Q5_R(ScaledIntegers):
     name = "q5_r"
     grid = SignedMax(5)
+    scales = ROW_SCALES
     parts = (FIFTH_BITS, NIBBLES)
+    method = "search"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import NIBBLES, TOP_PAIRS
-from .row_scaled import RowScaledIntegers
+from .parts import NIBBLES, TOP_PAIRS
+from .row_storage import ROW_SCALES
+from .scaled import ScaledIntegers
 from .scales import SignedMax
 
 
 @register
-class Q6_R(RowScaledIntegers):
+class Q6_R(ScaledIntegers):
     name = "q6_r"
     grid = SignedMax(6)
+    scales = ROW_SCALES
     parts = (TOP_PAIRS, NIBBLES)
+    method = "search"

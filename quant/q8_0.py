@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .block import register
-from .layout import BYTES
+from .parts import BYTES
 from .scaled import ScaledIntegers
 from .scales import AbsoluteMax
 
@@ -12,5 +12,6 @@ from .scales import AbsoluteMax
 class Q8_0(ScaledIntegers):
     name = "q8_0"
     gguf_type = "Q8_0"
+    gguf_file_type = 7
     grid = AbsoluteMax(8)
     parts = (BYTES,)

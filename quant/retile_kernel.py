@@ -1,12 +1,14 @@
-"""The kernel that reorders: blocks, as GGUF has them, to tiles. Parameter: name of a format (a ScaledIntegers)."""
+"""The kernel that reorders: blocks, as GGUF has them, to tiles. Parameter: name of a format (a ScaledIntegers whose
+scales have writers)."""
 
 from __future__ import annotations
 
 from .block import get_format
 from .jit.fields import ArgumentBlock, view
-from .jit.memory import load_u16, store_i16
+from .jit.memory import load_i32, store_i32
+from .jit.piece import inline
 from .jit.simd import I32, store, zeros
-from .part_kernels import gather_words, joined
+from .parts import joined_packers
 from .scaled import ScaledIntegers
 
 FIELDS = "source blocks groups out out_bytes scratch scratch_bytes"
@@ -19,14 +21,22 @@ scratch, scratch_bytes    encoders.TILE_SCRATCH bytes for each worker, and from 
 CODES, WORDS = 0, 1024
 
 
+@inline
+def gather_words(source, row_stride, count, words):
+    """`count` words of each of 16 rows: row r's to lane r of as many vectors."""
+    for r in range(16):
+        for i in range(count):
+            store_i32(words + 64 * i + 4 * r, load_i32(source + r * row_stride + 4 * i))
+
+
 def build(name: str):
     block_format = get_format(name)
     assert isinstance(block_format, ScaledIntegers)
-    block_bytes, tile_bytes, numbers = block_format.block_bytes, block_format.tile_bytes, block_format.numbers
-    parts = tuple(type(part).__name__ for part in block_format.parts)
-    tile_parts = tuple(type(part).__name__ for part in block_format.tile_parts or block_format.parts)
-    to_planes, from_words = joined(tile_parts, 1), joined(parts, 3)
-    words = (block_bytes - 2 * numbers) // 4
+    block_bytes, tile_bytes, storage = block_format.block_bytes, block_format.tile_bytes, block_format.scales
+    to_planes = joined_packers(block_format.tile_parts or block_format.parts).to_planes
+    from_words, gather_scales = joined_packers(block_format.parts).from_words, storage.writers(block_format.grid).gather
+    scale_bytes, tile_scale_bytes = storage.block_bytes, storage.tile_bytes
+    words = (block_bytes - scale_bytes) // 4
     Arguments = ArgumentBlock(FIELDS)
 
     def kernel(arguments, worker, workers):
@@ -37,13 +47,11 @@ def build(name: str):
         for g in range(first, last):
             for b in range(a.blocks):
                 source, out = a.source + 16 * g * row + b * block_bytes, a.out + g * a.out_bytes + b * tile_bytes
-                for r in range(16):
-                    for i in range(numbers):
-                        store_i16(out + 32 * i + 2 * r, load_u16(source + r * row + 2 * i))
-                gather_words(source + 2 * numbers, row, words, scratch + WORDS)
+                gather_scales(source, row, out)
+                gather_words(source + scale_bytes, row, words, scratch + WORDS)
                 for t in range(8):
                     store(scratch + CODES + 64 * t, zeros(I32))
                 from_words(scratch + WORDS, scratch + CODES)
-                to_planes(scratch + CODES, out + 32 * numbers)
+                to_planes(scratch + CODES, out + tile_scale_bytes)
 
     return kernel

@@ -1,13 +1,13 @@
-"""The kernel that quantizes to formats whose rows have numbers (row_scaled.py): twice over 16 rows, for the scales and for the codes.
+"""The kernel that quantizes to formats whose rows have numbers (row_storage.py): twice over 16 rows, for the scales and for the codes.
 
-Parameters: name of a format (a RowScaledIntegers), type of the source, method, byte order of the result ("tiles" or "blocks").
+Parameters: name of a format (a ScaledIntegers with RowScales), type of the source, method, byte order of the result ("tiles" or "blocks").
 The same operations in the same order as in NumPy.
 """
 
 from __future__ import annotations
 
 from .block import get_format
-from .encode_kernel import CODES, FIELDS, LEVELS, SEARCH, SOURCES, WORDS, X, finish_sums, reader
+from .encode_kernel import CODES, FIELDS, LEVELS, SEARCH, SOURCES, WORDS, X, finish_sums, reader, scatter_words
 from .grid_kernels import clip, codes_of, fit_of, inverse_or_zero, peak_over, power_of_two, round_of
 from .jit.fields import ArgumentBlock, view
 from .jit.memory import load_f32, load_i32, store_i8, store_i16, store_i32
@@ -31,8 +31,10 @@ from .jit.simd import (
     where,
     zeros,
 )
-from .part_kernels import joined, scatter_words
-from .row_scaled import HEADER, NEGLIGIBLE, SMALLEST, RowScaledIntegers
+from .parts import joined_packers
+from .row_storage import HEADER, NEGLIGIBLE, RowScales
+from .scaled import ScaledIntegers
+from .scales import SMALLEST, Affine
 
 WANTED = 10240
 """Where in scratch the scales of 16 rows begin, a vector of them for each group of columns that share one."""
@@ -40,16 +42,18 @@ WANTED = 10240
 
 def build(name: str, source: str, method: str, order: str):
     form = get_format(name)
-    assert isinstance(form, RowScaledIntegers)
-    columns, halves, six_bits = form.scale_columns, form.block_scales, form.scale_bits == 6
+    assert isinstance(form, ScaledIntegers) and isinstance(form.scales, RowScales)
+    storage, grid = form.scales, form.grid
+    assert not isinstance(grid, Affine)
+    columns, halves, six_bits = storage.columns, storage.block_bytes, storage.bits == 6
     size, searching, as_tiles = SOURCES[source][1], method == "search", order == "tiles"
-    block_bytes, tile_bytes, scale_bytes = form.block_bytes, form.tile_bytes, form.scale_bytes
-    names = tuple(type(part).__name__ for part in form.parts)
-    to_planes, to_words, words = joined(names, 1), joined(names, 2), (block_bytes - halves) // 4
-    first_level, top, largest_number = float(form.levels[0]), float(form.top), form.largest
+    block_bytes, tile_bytes, scale_bytes = form.block_bytes, form.tile_bytes, storage.tile_bytes
+    to_planes = joined_packers(form.tile_parts or form.parts).to_planes
+    to_words, words = joined_packers(form.parts).to_words, (block_bytes - halves) // 4
+    first_level, top, largest_number = float(form.levels[0]), float(storage.top), storage.largest(grid)
     smallest, negligible = float(SMALLEST), float(NEGLIGIBLE)
-    read, peak_of, fit = reader(source), peak_over(columns), fit_of(form.grid, columns)
-    round, code = round_of(form.grid), codes_of(form.grid)
+    read, peak_of, fit = reader(source), peak_over(columns), fit_of(grid, columns)
+    round, code = round_of(grid), codes_of(grid, form.order)
     Arguments = ArgumentBlock(FIELDS)
 
     @inline

@@ -60,6 +60,15 @@ def inverse_or_zero(values: np.ndarray) -> np.ndarray:
     return np.where(tiny, np.float32(0), np.float32(1) / np.where(tiny, np.float32(1), values))
 
 
+def middles(levels: np.ndarray) -> np.ndarray:
+    """float32[n], ascending -> float32[n - 1]: halfway between two levels; what lies on one belongs to the lower level.
+
+    Of two equal levels the second is taken: the first begins where it ends.
+    """
+    found = (levels[1:] + levels[:-1]) / 2
+    return np.where(np.diff(levels) == 0, np.concatenate([levels[:1], found[:-1]]), found)
+
+
 def power_of_two(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For float32 values >= 0: the power of two at or below each, and its inverse; both normal whatever the value."""
     exponent = ((np.ascontiguousarray(values).view(np.uint32) >> 23) & np.uint32(0xFF)).clip(1, 253).astype(np.uint32)
@@ -193,11 +202,20 @@ they leave three quarters of the squared error of even levels, 2 % more than lev
 """
 
 
+E2M1_LEVELS = (-12, -8, -6, -4, -3, -2, -1, 0, 0, 1, 2, 3, 4, 6, 8, 12)
+"""Twice the values of OCP's 4-bit float: one sign bit, two of exponent, one of significand. There is a negative zero."""
+
+
 @dataclass(frozen=True)
 class Table:
-    """Levels scale · table[code]: 16 or 32 signed bytes, ascending; the scale signed so that the largest weight falls on the first."""
+    """Levels scale · table[code]: 16 or 32 signed bytes, ascending; the scale signed so that the largest weight falls on the first.
+
+    halves_to_zero: of two levels that are as near, the one of smaller magnitude is taken, not the lower; for tables that are their own
+    mirror image.
+    """
 
     table: tuple[int, ...] = NL4_LEVELS
+    halves_to_zero: bool = False
 
     @property
     def levels(self) -> tuple[int, int]:
@@ -209,15 +227,20 @@ class Table:
         """float32[16 or 32]: the level of each code."""
         return np.array(self.table, np.float32)
 
+    @property
+    def upper(self) -> np.ndarray:
+        """float32: levels from 0 on."""
+        return np.unique(self.values[self.values >= 0])
+
     @cached_property
     def middles(self) -> np.ndarray:
-        """float32, one less: halfway between two levels; what lies on one belongs to the lower level."""
-        return (self.values[1:] + self.values[:-1]) / 2
+        """float32, one less than levels: see `middles`."""
+        return middles(self.values)
 
     @property
     def bias(self) -> int:
-        """What kernels add to levels to have unsigned bytes."""
-        return 128
+        """What kernels add to levels to have unsigned bytes, of 7 bits if that is enough."""
+        return -self.table[0] if self.table[-1] - self.table[0] < 128 else 128
 
     @property
     def candidates(self) -> np.ndarray:
@@ -226,7 +249,10 @@ class Table:
         return np.stack([1 / levels, levels], axis=1).astype(np.float32)
 
     def round(self, scaled: np.ndarray) -> np.ndarray:
-        """As SignedMax.round."""
+        """As SignedMax.round, but for halves."""
+        if self.halves_to_zero:
+            upper = self.upper
+            return np.copysign(upper[np.searchsorted(middles(upper), np.abs(scaled))], scaled)
         return self.values[np.searchsorted(self.middles, scaled)]
 
     def codes(self, levels: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...formats.dequantize import six_bit_pairs
 from ...formats.tensor import Tensor
 
 
@@ -25,12 +26,7 @@ def _k_blocks(raw: np.ndarray, five: bool) -> np.ndarray:
     rows = raw.shape[0]
     supers = raw.reshape(rows, -1, size)
     d = np.ascontiguousarray(supers[..., :4]).view(np.float16).astype(np.float32)
-    packed = supers[..., 4:16]
-    scales = np.empty((*supers.shape[:2], 8), np.uint8)
-    minima = np.empty_like(scales)
-    scales[..., :4], minima[..., :4] = packed[..., 0:4] & 63, packed[..., 4:8] & 63
-    scales[..., 4:] = (packed[..., 8:12] & 15) | (packed[..., 0:4] >> 6 << 4)
-    minima[..., 4:] = (packed[..., 8:12] >> 4) | (packed[..., 4:8] >> 6 << 4)
+    scales, minima = six_bit_pairs(supers[..., 4:16])
     header = np.stack([d[..., :1] * scales, -(d[..., 1:] * minima)], axis=-1).astype("<f2")  # [rows, supers, 8, 2]
     nibbles = supers[..., -128:].reshape(rows, -1, 4, 32)
     codes = np.stack([nibbles & 15, nibbles >> 4], axis=3).reshape(rows, -1, 8, 32)

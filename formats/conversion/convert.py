@@ -28,7 +28,7 @@ from ..tensor import Tensor, block_format
 from ..tokenizer.from_gguf import checked, compact, dumps, from_gguf
 from ..tokenizer.pretokenizers import TokenizerError
 from .recipe import F16_MAX, Choice, Recipe, RecipeError, method_of, needs_range
-from .stream import Job, Measure, block_numbers, streams
+from .stream import Job, Measure, streams
 
 _BLOCK = 1 << 22
 
@@ -174,9 +174,9 @@ def beyond_f16(tensor: Tensor) -> bool:
     for start in range(0, tensor.rows, step):
         rows = slice(start, min(start + step, tensor.rows))
         blocks = tensor.blocks(rows)
-        numbers = block_numbers(blocks, form) if blocks is not None and form is not None else None
-        if numbers is not None and bool((np.abs(numbers.astype(np.float32)) < F16_MAX / 512).all()):
-            continue  # codes have at most 8 bits
+        bounds = form.bounds(blocks) if blocks is not None and form is not None else None
+        if bounds is not None and bool((bounds <= F16_MAX).all()):
+            continue
         weights = np.abs(tensor.float32(rows))
         if bool((weights[np.isfinite(weights)] > F16_MAX).any()):
             return True

@@ -21,15 +21,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...quant.block import BlockFormat, get_format
+from ...quant.block import METHODS, BlockFormat, format_names, get_format
 from ...quant.errors import HalfbyteError
 from ..decoder import EMBEDDING, HEAD
 from ..errors import printable
 from ..tensor import Tensor, block_format
 
 BITS = {4: "q4_0", 8: "q8_0", 16: "f16"}
-_SAME_BITS = {4: ("q4_0", "q4_1", "iq4_nl", "nl4", "nl4_16"), 8: ("q8_0",), 16: ("f16", "bf16")}
-METHODS = ("nearest", "search", "feedback")
 _TOP, _TOP_BY_ROW = "q6_0", "q6_r"
 _TOP_BITS = 6.0
 SMALLEST = 32
@@ -102,7 +100,7 @@ class Recipe:
             asked, reason = "bf16", "bf16 in the source"
         accepted = {asked}
         if self.format is None:
-            accepted.update(_SAME_BITS[self.bits or 4])
+            accepted.update(name for name in format_names() if get_format(name).bits == (self.bits or 4))
         if tensor.name in (EMBEDDING, HEAD) and get_format(asked).bits_per_weight() < _TOP_BITS:
             asked, reason = _TOP_BY_ROW if get_format(asked).header_bytes else _TOP, "embedding and head: at least six bits"
             accepted = {_TOP, _TOP_BY_ROW, "q8_0"}

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ...quant import encoders
-from ...quant.block import ROWS, BlockFormat, Scales, get_format
+from ...quant.block import ROWS, BlockFormat, get_format
 from ...quant.errors import NonFiniteError
 from ...quant.measures import TensorMeter
-from ...quant.scaled import ScaledIntegers
-from ...quant.scales import check_finite, finite_f16, replace_nonfinite
+from ...quant.scales import check_finite, replace_nonfinite
 from ..tensor import Tensor
 
 CHUNK = 1 << 20
@@ -208,51 +207,37 @@ def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat, measure: Measur
     """The source's own blocks as blocks of `form`; None if a weight in them is not finite, which the caller then has to look at."""
     blocks, source = tensor.blocks(rows), get_format(tensor.format)
     assert blocks is not None
-    numbers = block_numbers(blocks, source)
-    values = source.decode(blocks, tensor.columns) if numbers is None else None
-    checked = values if numbers is None else numbers
-    assert checked is not None
-    if not np.isfinite(checked).all():
+    bounds = source.bounds(blocks)
+    if (bounds is None or not np.isfinite(bounds).all()) and not np.isfinite(source.decode(blocks, tensor.columns)).all():
         return None
     if source is form:
         return blocks
-    widened = widen(blocks, source, form)
-    if values is not None:  # scales may have been rounded
+    widened, exact = widen(blocks, source, form)
+    if not exact:
         meter = TensorMeter()
-        meter.add(values, form.decode(widened, tensor.columns))
+        meter.add(source.decode(blocks, tensor.columns), form.decode(widened, tensor.columns))
         measure.take(meter)
     return widened
-
-
-def block_numbers(blocks: np.ndarray, form: BlockFormat) -> np.ndarray | None:
-    """f16[..., n]: the scales (and minima) at the beginning of blocks; None if the format is of another make.
-
-    Codes are finite whatever they are, so these decide whether weights are.
-    """
-    if not isinstance(form, ScaledIntegers):
-        return None
-    return np.ascontiguousarray(blocks[..., : 2 * form.numbers]).view("<f2")
 
 
 def can_widen(source: BlockFormat, form: BlockFormat) -> bool:
     """True if `form` has all levels of `source` for as many columns, so that blocks of `source` can be written with its codes.
 
-    The values are the same bit for bit if the scales of `source` are f16; those of a row-scaled format are rounded to f16, by 2^-11
-    of them at most unless they are beyond its range.
+    The values are the same bit for bit if both store scales alike; others are rounded as `form` stores them, by 2^-11 of them at most
+    unless they are beyond its range.
     """
-    if not source.integers or not isinstance(form, ScaledIntegers) or source.scale_columns != form.scale_columns:
-        return False
-    if any(isinstance(each, ScaledIntegers) and each.numbers > 1 for each in (source, form)):
+    stores = (source.scales, form.scales)
+    if any(each is None or each.numbers > 1 for each in stores) or not form.scales.any_scale or source.scale_columns != form.scale_columns:
         return False
     return bool(np.isin(source.levels, form.levels).all())
 
 
-def widen(blocks: np.ndarray, source: BlockFormat, form: BlockFormat) -> np.ndarray:
-    """Blocks of `source` as blocks of `form`, with the same levels. See `can_widen`."""
+def widen(blocks: np.ndarray, source: BlockFormat, form: BlockFormat) -> tuple[np.ndarray, bool]:
+    """Blocks of `source` as blocks of `form` with the same levels, and whether no scale was rounded. See `can_widen`."""
     scales, codes = source.unpack(blocks)
-    numbers = finite_f16(scales.scale).astype(np.float16)
+    rounded = form.scales.rounded(scales.scale, None)
     code_of = np.searchsorted(form.levels, source.levels).astype(np.uint8)
-    return form.pack(Scales(numbers.astype(np.float32), None, (numbers[..., None],)), code_of[codes])
+    return form.pack(rounded, code_of[codes]), np.array_equal(rounded.scale, scales.scale)
 
 
 def _vector(job: Job, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:

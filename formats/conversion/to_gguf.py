@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import __version__
-from ...quant.block import get_format
+from ...quant.block import format_names, get_format
 from ..checkpoint import Checkpoint
 from ..gguf.values import ValueType
 from ..gguf.writer import GGUFWriter
@@ -22,9 +22,6 @@ from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, plan, r
 from .recipe import Choice, Recipe, RecipeError
 from .stream import Job, can_widen
 from .targets import main_format, planned, targets, write_tensors
-
-FILE_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "iq4_nl": 25, "bf16": 32}
-"""Values of general.file_type: the type that most weights have. A label for people; readers do not depend on it."""
 
 _KEPT = ("halfbyte.rope.", "halfbyte.eos_token_ids")
 """Keys of ours that say what GGUF has no word for; other programs pass over them."""
@@ -84,21 +81,18 @@ def _as_it_is(tensor: Tensor) -> tuple[Job, Choice]:
     return Job(tensor, choice.format, choice.kept), choice
 
 
-_NEXT = ("iq4_nl", "q4_0", "q5_0", "q8_0")
-"""What stands in for a format that GGUF does not have: the first that has all its levels."""
-
-
 def _instead(tensor: Tensor, choice: Choice) -> Choice:
     """What a tensor gets whose format GGUF does not have, or does not have for so many columns."""
     form = get_format(choice.format)
     fits = tensor.columns % get_format("q8_0").block_columns == 0
     missing = f"GGUF has no {form.name}"
     if form.gguf_type is None and form.integers and fits:
-        found = next((name for name in _NEXT if can_widen(form, get_format(name))), None)
+        others = [get_format(name) for name in reversed(format_names())]  # from the narrowest
+        found = next((other.name for other in others if other.gguf_type is not None and can_widen(form, other)), None)
         if choice.kept:
             if found is None:
                 return Choice("q8_0", f"{missing}: quantized again to 8 bits")
-            exact = not form.header_bytes
+            exact = type(form.scales) is type(get_format(found).scales)
             return Choice(found, f"{missing}: the same {'values' if exact else 'codes, scales as f16'} in {found}", kept=True)
         if found is None and np.isin(form.levels, get_format("iq4_nl").levels).all():
             found = "iq4_nl"
@@ -149,5 +143,5 @@ def gguf_metadata(checkpoint: Checkpoint, main: str, notes: list[str]) -> dict[s
         notes.append("GGUF has no dynamic rotary scaling: it is left out, so texts beyond the trained context will read otherwise")
     keys["general.quantized_by"] = f"Halfbyte {__version__}"
     keys["general.quantization_version"] = 2
-    keys["general.file_type"] = FILE_TYPES.get(main, 1)
+    keys["general.file_type"] = get_format(main if get_format(main).gguf_type else "f16").gguf_file_type
     return keys

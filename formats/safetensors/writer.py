@@ -13,6 +13,7 @@ from types import TracebackType
 
 import numpy as np
 
+from ...quant.bf16 import to_bf16
 from ..atomic import OutputFile, atomic_file
 from ..errors import OutputError, printable, some
 from .reader import DTYPES, INDEX_NAME
@@ -120,14 +121,7 @@ class SafetensorsWriter:
 def _convert(piece: np.ndarray, dtype: str) -> np.ndarray:
     if piece.dtype != np.float32 or dtype not in ("bf16", "f16", "f64"):
         return piece
-    return float32_to_bf16(piece) if dtype == "bf16" else piece.astype({"f16": "<f2", "f64": "<f8"}[dtype])
-
-
-def float32_to_bf16(values: np.ndarray) -> np.ndarray:
-    """float32 -> uint16 of bfloat16 bits, to nearest even; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values), (bits >> 16 | 0x40).astype(np.uint16), rounded)
+    return to_bf16(piece) if dtype == "bf16" else piece.astype({"f16": "<f2", "f64": "<f8"}[dtype])
 
 
 class ShardedWriter:

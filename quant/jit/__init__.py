@@ -1,5 +1,6 @@
 """Numba as a compiler of kernels.
 
+    processes.py     what child processes need
     target.py        which processor is compiled for, and what it can do
     simd.py          vectors and small tiles of vectors as Numba values
     memory.py        scalars at addresses, atomics

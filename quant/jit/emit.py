@@ -105,10 +105,6 @@ def round_even(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return b.fsub(b.fadd(x, magic), magic)
 
 
-def shift_right_signed(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return b.ashr(x, y)
-
-
 def exp(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """2**n * p(r), n = round(x / ln 2), r reduced in two steps; polynomial of degree 7 (Cephes expf, S. Moshier).
 

@@ -31,7 +31,6 @@ def _loader(numba_type: types.Type, stored: str, convert: str | None = None) -> 
 load_i64 = _loader(types.int64, "i64")
 load_i32 = _loader(types.int64, "i32", "sext")
 load_u16 = _loader(types.int64, "i16", "zext")
-load_i8 = _loader(types.int64, "i8", "sext")
 load_u8 = _loader(types.int64, "i8", "zext")
 load_f32 = _loader(types.float32, "f32")
 

@@ -57,7 +57,6 @@ class VectorModel(models.PrimitiveModel):
 
 
 F32, F16, I32, I16, I8 = Vector("f32"), Vector("f16"), Vector("i32"), Vector("i16"), Vector("i8")
-MASK = Vector("i1")
 
 
 def tile(vector: Vector, *shape: int) -> Vector:
@@ -221,7 +220,6 @@ to_bytes = _operation(emit.to_bytes, 1, "i8", doc="the low byte of each i32 lane
 bits_as_f32 = _operation(emit.bits_as_f32, 1, "f32", doc="i32 lanes reinterpreted")
 f32_bits = _operation(emit.f32_bits, 1, "i32", doc="f32 lanes reinterpreted")
 less = _operation(emit.less, 2, "i1", doc="mask of lanes where x < y (signed integers; ordered floats)")
-shift_right_signed = _operation(emit.shift_right_signed, 2, doc="arithmetic shift of i32 lanes")
 
 
 @intrinsic

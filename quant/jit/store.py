@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from ..cache_folder import cache_folder, is_ours, keep_file
+from .processes import PACKAGE, child_environment
 
 # magic, crc32 of all that follows the header, entry, bytes of fields text, bytes of code, kind
 _HEADER = struct.Struct("<8sIIIII")
 _MAGIC = b"HBKERN1\0"
 _ALIGN = 64
-_PACKAGE = Path(__file__).resolve().parents[2]
 _SOURCES = ("quant", "engine/kernels")
 """Folders whose Python files, those of all their sub-folders included, go into the machine code."""
 
@@ -136,13 +136,6 @@ def _compile_in_processes(todo: list[Name], report: Callable[[int, int], None] |
                 process.stdin.close()
             process.terminate()
             process.wait()
-
-
-def child_environment() -> dict[str, str]:
-    """The child must import this very package, wherever it was imported from."""
-    root = str(_PACKAGE.parent)
-    path = os.pathsep.join(dict.fromkeys(p for p in (*sys.path, root) if p))
-    return os.environ | {"PYTHONPATH": path}
 
 
 # ---- compiling -------------------------------------------------------------------------------------------------------
@@ -281,7 +274,7 @@ def _sources() -> list[Path]:
     """The files of _SOURCES in a fixed order. os.walk takes half the time of Path.rglob, and this is on the way of every start."""
     found = []
     for folder in _SOURCES:
-        for root, _, names in os.walk(_PACKAGE / folder):
+        for root, _, names in os.walk(PACKAGE / folder):
             found += [Path(root, name) for name in names if name.endswith(".py")]
     return sorted(found)
 

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import HalfbyteError
+from .processes import child_environment
 
 LANES = 16
 """Logical lanes of every vector: one per row of a tile. LLVM splits them into the registers that the target has."""
@@ -85,8 +86,6 @@ def settle() -> None:
     name, features = config.CPU_NAME or "", config.CPU_FEATURES or ""
     if not (name or features):
         return
-    from .store import child_environment
-
     command = [sys.executable, "-c", _COMPILE_NOTHING, name, features]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=child_environment(), timeout=60)

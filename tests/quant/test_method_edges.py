@@ -190,7 +190,8 @@ def test_importance_with_zeros(name):
     even = quantize(block_format, w, "blocks", threads=1)
     decoded, other = block_format.decode(found.data), block_format.decode(even.data)
     assert found.method == "search" and np.isfinite(decoded).all()
-    assert losses(w, decoded, np.diag(diagonal)).sum() < 0.9 * losses(w, other, np.diag(diagonal)).sum()
+    share = 0.99 if name == "mxfp4" else 0.9  # of scales that are powers of two there are few to choose from
+    assert losses(w, decoded, np.diag(diagonal)).sum() < share * losses(w, other, np.diag(diagonal)).sum()
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,7 +12,10 @@ import halfbyte.quant as quant
 from halfbyte.quant import BlockFormat, FormatError, format_names, get_format, register
 from halfbyte.quant import block as registry
 from halfbyte.quant.block import foreign_sources
-from halfbyte.quant.encoders import encode, has_kernel
+from halfbyte.quant.encoders import encode, has_kernel, tile
+from halfbyte.quant.parts import NIBBLES, Nibbles, Part
+from halfbyte.quant.scaled import ScaledIntegers
+from halfbyte.quant.scales import Affine
 from support import ROOT
 
 PAGE = ROOT / "docs" / "adding-a-block-format.md"
@@ -128,7 +131,6 @@ def test_formats_of_the_page_are_the_real_ones(name):
 def test_parts_and_floats_without_all_methods_cannot_be_made():
     """Not when one of them is called, but when the class is used at all."""
     from halfbyte.quant.floats import Floats
-    from halfbyte.quant.layout import Part
 
     class Half(Part):
         block_bytes = 4
@@ -147,3 +149,92 @@ def test_parts_and_floats_without_all_methods_cannot_be_made():
         Half()
     with pytest.raises(TypeError, match=r"abstract method .*from_words"):
         Word()
+
+
+PACKERS = '''
+    def packers(self):
+        from halfbyte.quant.jit.piece import inline
+        from halfbyte.quant.jit.simd import I32, load, store, zeros
+        from halfbyte.quant.parts import Packers
+
+        @inline
+        def four(codes, first, step):
+            packed = zeros(I32)
+            for q in range(4):
+                packed = packed | ((load(I32, codes + 64 * (first + step * q)) & 0x03030303) << (2 * q))
+            return packed
+
+        @inline
+        def to_planes(codes, out):
+            store(out, four(codes, 0, 1))
+            store(out + 64, four(codes, 4, 1))
+
+        @inline
+        def to_words(codes, out):
+            store(out, four(codes, 0, 2))
+            store(out + 64, four(codes, 1, 2))
+
+        @inline
+        def from_words(words, codes):
+            for i in range(2):
+                for q in range(4):
+                    at = codes + 64 * (i + 2 * q)
+                    store(at, load(I32, at) | ((load(I32, words + 64 * i) >> (2 * q)) & 0x03030303))
+
+        return Packers(to_planes, to_words, from_words)
+
+'''
+
+
+def test_a_part_with_packers_is_encoded_by_compiled_code(installed):
+    (installed / "my_formats.py").write_text(CODE.replace("\n\n@register", PACKERS + "\n\n@register"))
+    q2_0 = get_format("q2_0")
+    assert has_kernel(q2_0)
+    w = np.random.default_rng(0).standard_normal((37, 70)).astype(np.float32)
+    for method in ("nearest", "search"):
+        blocks = q2_0.encode(w, method=method)
+        np.testing.assert_array_equal(encode(q2_0, w, method=method).data, q2_0.tile(blocks))
+        np.testing.assert_array_equal(encode(q2_0, w, "blocks", method=method).data, blocks)
+    np.testing.assert_array_equal(tile(q2_0, blocks), q2_0.tile(blocks))
+
+
+def test_a_part_that_moves_bits_does_not_inherit_the_compiled_side():
+    class Moved(Nibbles):
+        def to_planes(self, vectors):
+            return super().to_planes(vectors) ^ np.uint8(1)
+
+        def from_planes(self, planes):
+            return super().from_planes(planes ^ np.uint8(1))
+
+    class Named(Nibbles):
+        """The same bits."""
+
+    assert NIBBLES.compiled and Named().compiled and not Moved().compiled
+    with pytest.raises(FormatError, match="Moved has no reader"):
+        Moved().reader(32)
+    with pytest.raises(FormatError, match="Moved has no packers"):
+        Moved().packers()
+
+
+def test_a_grid_with_a_minimum_needs_scales_with_one():
+    with pytest.raises(FormatError, match=r"Wrong: an affine grid needs scales with a minimum, such as F16_WITH_MINIMUM"):
+
+        class Wrong(ScaledIntegers):
+            grid = Affine(4)
+
+
+def test_what_gguf_calls_the_formats_is_what_the_gguf_package_says():
+    from gguf import GGMLQuantizationType, LlamaFileType
+
+    for form in map(get_format, registry.BUILT_IN):
+        assert (form.gguf_type is None) == (form.gguf_file_type is None)
+        if form.gguf_type is not None:
+            assert form.gguf_type in GGMLQuantizationType.__members__
+            name = LlamaFileType(form.gguf_file_type).name
+            assert name.removeprefix("ALL_").removeprefix("MOSTLY_").removesuffix("_MOE") == form.gguf_type
+
+
+def test_bits_of_codes():
+    bits = {name: get_format(name).bits for name in registry.BUILT_IN}
+    for name, count in bits.items():
+        assert name.lstrip("abdfilmnpqrx").startswith(str(count)), "formats are named after the bits of their codes"

@@ -171,13 +171,15 @@ def matmul_sums(names=MATRICES):
             blocks = form.pack(Scales(scales, None, (np.ones(48, np.float32), scales.astype(np.int8))), codes)
         else:
             blocks = rng.integers(0, 256, (48, 3, form.block_bytes), np.uint8)
-            blocks[0, ..., 2 * form.numbers :], blocks[1, ..., 2 * form.numbers :] = 0x7F, 0x80
-            blocks[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
+            size = form.scales.block_bytes
+            blocks[0, ..., size:], blocks[1, ..., size:] = 0x7F, 0x80
+            ones = np.array([1, -3][: form.scales.numbers], np.float16).view(np.uint8)
+            blocks[..., :size] = 128 if size == 1 else ones
         codes = rng.integers(-127, 128, (7, 3, 32)).astype(np.int8)
         codes[0], codes[1] = 127, -127
         got = box.floats(12, 48)
         box.run(
-            "matmul", (name, "int8"), 1, step=box.Step(7).address, weights=box.copied(form.tile(blocks)), columns=96, rows=48,
+            "matmul", (name, "int8"), 1, step=box.Step(7), weights=box.copied(form.tile(blocks)), columns=96, rows=48,
             x=box.make_panels("int8", codes=codes, scales=np.ones((7, 3), np.float32)), x_worker=0, out=got, out_stride=192, bias=0, add=0,
         )  # fmt: skip
         out[f"matmul_{name}"] = got[:7].copy()

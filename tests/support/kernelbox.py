@@ -36,9 +36,9 @@ def copied(array):
 
 
 def run(name, parameters, workers=1, **arguments):
-    """Runs a kernel of engine/kernels, worker after worker. Arrays stand for their addresses."""
+    """Runs a kernel of engine/kernels, worker after worker. Arrays and steps stand for their addresses, and live until it is done."""
     kernel = store.find(f"halfbyte.engine.kernels.{name}", *map(str, parameters))
-    values = {k: v.ctypes.data if isinstance(v, np.ndarray) else v for k, v in arguments.items()}
+    values = {k: v.ctypes.data if isinstance(v, np.ndarray) else getattr(v, "address", v) for k, v in arguments.items()}
     block = np.frombuffer(pack(kernel.fields, values), np.uint8)
     slot = ctypes.addressof(_SLOTS)
     for worker in range(workers):

@@ -18,7 +18,7 @@ def multiply(name, kind, tiles, rows, columns, panels, tokens, workers=1, bias=N
     if residual is not None:
         out[:tokens, :rows] = residual
     box.run(
-        "matmul", (name, kind), workers, step=box.Step(tokens).address, weights=tiles, columns=columns, rows=rows, x=panels, x_worker=0,
+        "matmul", (name, kind), workers, step=box.Step(tokens), weights=tiles, columns=columns, rows=rows, x=panels, x_worker=0,
         out=out, out_stride=out.strides[0], bias=0 if bias is None else bias, add=int(residual is not None),
     )  # fmt: skip
     assert np.isnan(out[:, padded:]).all() and np.isnan(out[-1]).all(), "written outside of its rows"
@@ -84,8 +84,10 @@ def test_integers_are_exact(name):
         random[:3, 2:].reshape(3, columns // 32, -1)[..., 32 // form.scale_columns :] = [[[0x00]], [[0xFF]], [[0x80]]]
     else:
         random = rng.integers(0, 256, (rows, columns // 32, form.block_bytes), np.uint8)
-        random[:3, ..., 2 * form.numbers :] = [[[0x00]], [[0xFF]], [[0x80]]]
-        random[..., : 2 * form.numbers] = np.array([1, -3][: form.numbers], np.float16).view(np.uint8)
+        size = form.scales.block_bytes
+        random[:3, ..., size:] = [[[0x00]], [[0xFF]], [[0x80]]]
+        ones = np.array([1, -3][: form.scales.numbers], np.float16).view(np.uint8)
+        random[..., :size] = 128 if size == 1 else ones
     weights = form.decode(random)
     assert (weights == np.rint(weights)).all()
     codes = rng.integers(-127, 128, (tokens, columns // 32, 32)).astype(np.int8)
@@ -104,7 +106,7 @@ def test_a_lone_token_has_a_panel_per_worker(kind):
     both = box.copied(np.concatenate([p[: p.size // 64 * 64 + 64] if p.size % 64 == 0 else np.pad(p, (0, -p.size % 64)) for p in panels]))
     out = box.floats(6, 64)
     box.run(
-        "matmul", ("q8_0", kind), 2, step=box.Step(1).address, weights=tiles, columns=64, rows=64, x=both, x_worker=both.size // 2,
+        "matmul", ("q8_0", kind), 2, step=box.Step(1), weights=tiles, columns=64, rows=64, x=both, x_worker=both.size // 2,
         out=out, out_stride=256, bias=0, add=0,
     )  # fmt: skip
     np.testing.assert_allclose(out[0, :32], expected(kind, weights, xs[0])[0, :32], rtol=1e-5, atol=1e-5)

@@ -122,7 +122,7 @@ def test_embed_gives_the_rows_of_the_table(name):
             out = box.floats(len(ids) + 1, padded(columns))
             scratch = box.aligned(2048 * 3)
             box.run(
-                "embed", (name,), 3, step=box.Step(len(ids), ids).address, table=table, columns=columns, out=out, out_stride=out.strides[0],
+                "embed", (name,), 3, step=box.Step(len(ids), ids), table=table, columns=columns, out=out, out_stride=out.strides[0],
                 scratch=scratch, scratch_worker=2048,
             )  # fmt: skip
             np.testing.assert_array_equal(out[:-1, :columns], decoded[ids])
@@ -135,7 +135,7 @@ def test_gather():
     x = rows_of(rng.standard_normal((9, 40)))
     for rows in ([8], [0, 3, 8], [5, 5, 1, 0]):
         out = box.floats(len(rows) + 1, 64)
-        box.run("gather", (), 2, step=box.Step(len(rows), rows).address, x=x, x_stride=x.strides[0], columns=40, out=out)
+        box.run("gather", (), 2, step=box.Step(len(rows), rows), x=x, x_stride=x.strides[0], columns=40, out=out)
         np.testing.assert_array_equal(out[:-1, :40], x[rows, :40])
         assert np.isnan(out[-1]).all()
 

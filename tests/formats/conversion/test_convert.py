@@ -106,7 +106,7 @@ def test_exceptions_are_listed_with_reasons(tmp_path):
         assert found.tensors["blk.0.ffn_down.weight"].float32().shape == (80, 86)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "MXFP4", "Q8_0"])
 def test_gguf_blocks_of_the_format_are_kept(tmp_path, kind):
     config = tiny.llama_config(attention_bias=True)
     tiny.write_gguf(tmp_path / "m.gguf", config, tiny.weights(config), kind)
@@ -142,7 +142,7 @@ def test_four_bits_of_another_kind_are_kept_unless_a_format_is_asked_for(tmp_pat
     assert any("quantized already (q4_1)" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("format", ["iq4_nl", "nl4", "nl4_16"])
+@pytest.mark.parametrize("format", ["iq4_nl", "mxfp4", "nl4", "nl4_16"])
 def test_four_bits_of_uneven_levels_are_kept_like_others(tmp_path, format):
     tiny.write_folder(tmp_path / "m")
     to_hbf(tmp_path / "m", tmp_path / "a.hbf", None, format)
@@ -264,7 +264,7 @@ def test_recipes_that_make_no_sense():
 
 
 @pytest.mark.parametrize("config", [tiny.llama_config(), tiny.qwen2_config(tie_word_embeddings=False)], ids=["llama", "qwen2"])
-@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "f16", "bf16", "f32", "q6_0", "iq4_nl"])
+@pytest.mark.parametrize("format", ["q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "f16", "bf16", "f32", "q6_0", "iq4_nl", "mxfp4"])
 def test_gguf_export_holds_the_same_values(tmp_path, config, format):
     tiny.write_folder(tmp_path / "m", config, tiny.weights(config, head=config["model_type"] == "qwen2"), dtype="f32")
     to_hbf(tmp_path / "m", tmp_path / "m.hbf", None, format)

@@ -34,6 +34,7 @@ TILE_BYTES = {
     "q5_r": 336,
     "nl5": 336,
     "nl4_16": 280,
+    "mxfp4": 272,
     "nl4": 272,
     "f32": 2048,
     "f16": 1024,
@@ -58,6 +59,7 @@ ROW_SCALED = {  # columns and bits of a scale, kinds of planes, bias
     "nl4_16": (16, 6, ["nibbles"], None),
     "nl4": (32, 8, ["nibbles"], None),
 }
+LEVELS_4 = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]
 LEVELS = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 LEVELS_5 = [
     *(-127, -112, -99, -87, -77, -68, -59, -51, -44, -37, -30, -24, -18, -12, -6, 0),
@@ -80,6 +82,8 @@ def read_tile(kind: str, tile: bytes, row_numbers: bytes = b"") -> np.ndarray:
                 columns, bits, kinds, bias = ROW_SCALED[kind]
                 scale, at = row_scale(tile, r, c // columns, bits), 16 * 32 // columns * bits // 8
                 scale *= np.float32(struct.unpack("<f", b"\0\0" + row_numbers[2 * r : 2 * r + 2])[0])
+            elif kind == "mxfp4":
+                kinds, bias, scale, at = ["nibbles"], None, np.float32(2.0 ** (tile[r] - 128)), 16
             else:
                 has_minimum, kinds, bias = INTEGERS[kind]
                 scale, at = np.float32(struct.unpack_from("<e", tile, 2 * r)[0]), 64 if has_minimum else 32
@@ -94,7 +98,7 @@ def read_tile(kind: str, tile: bytes, row_numbers: bytes = b"") -> np.ndarray:
                     code |= (tile[at + 64 * (v // 4) + b] >> 2 * (v % 4) & 3) << 4
                 at += 64 * PLANES[plane]
             assert at == len(tile)
-            out[r, c] = scale * np.float32((LEVELS_5 if kind == "nl5" else LEVELS)[code] if bias is None else code - bias)
+            out[r, c] = scale * np.float32({"nl5": LEVELS_5, "mxfp4": LEVELS_4}.get(kind, LEVELS)[code] if bias is None else code - bias)
             if has_minimum:
                 out[r, c] += np.float32(struct.unpack_from("<e", tile, 32 + 2 * r)[0])
     return out

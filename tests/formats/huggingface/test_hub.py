@@ -155,6 +155,7 @@ def test_paths_come_first(tmp_path, monkeypatch):
         ("smol-1.7b-bf16.gguf", "hbf", "smol-1.7b.q4_0.hbf"),
         ("smol.nl4_16.hbf", "gguf", "smol.q4_0.gguf"),
         ("smol.nl5.hbf", "hbf", "smol.q4_0.hbf"),
+        ("smol-MXFP4.gguf", "hbf", "smol.q4_0.hbf"),
         ("smol-int4.hbf", "gguf", "smol.q4_0.gguf"),
         ("smol.91.7MB.hbf", "gguf", "smol.q4_0.gguf"),
         ("a.b", "safetensors", "a.q4_0"),

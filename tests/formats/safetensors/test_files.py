@@ -28,7 +28,8 @@ from halfbyte.formats.errors import (
     UnknownTypeError,
 )
 from halfbyte.formats.safetensors.reader import SafetensorsFile, SafetensorsFolder, read_index
-from halfbyte.formats.safetensors.writer import SafetensorsWriter, ShardedWriter, float32_to_bf16
+from halfbyte.formats.safetensors.writer import SafetensorsWriter, ShardedWriter
+from halfbyte.quant.bf16 import to_bf16
 
 MODELS = Path(os.environ.get("HALFBYTE_MODELS", Path.home() / ".cache" / "halfbyte-models"))
 
@@ -118,14 +119,14 @@ def test_bf16_values_are_ml_dtypes():
 def test_rounding_to_bf16_is_ml_dtypes(values):
     values = np.array(values, np.float32)
     expected = values.astype(ml_dtypes.bfloat16).view(np.uint16)
-    found = float32_to_bf16(values)
+    found = to_bf16(values)
     both_nan = np.isnan(values) & ((found & 0x7FFF) > 0x7F80)
     assert ((found == expected) | both_nan).all()
 
 
 def test_rounding_keeps_every_nan():
     bits = np.array([0x7F800001, 0x7FFFFFFF, 0xFF800001, 0xFFFFFFFF], np.uint32)
-    assert np.isnan(to_float32(float32_to_bf16(bits.view(np.float32)).view(np.uint8).reshape(1, -1), "bf16", "f", "t")).all()
+    assert np.isnan(to_float32(to_bf16(bits.view(np.float32)).view(np.uint8).reshape(1, -1), "bf16", "f", "t")).all()
 
 
 def test_converting_to_float32_takes_one_array_and_little_more(tmp_path):
