@@ -15,7 +15,7 @@ import numpy as np
 from . import rope
 from .expression import Expression, Halves, Rows, Source
 from .family import Family, TensorSpec, UnsupportedFeatureError
-from .layers import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec
+from .layers import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 from .metadata import Metadata, MetadataTypeError
 from .tensor import Tensor
 
@@ -52,6 +52,10 @@ _HUGGINGFACE = {
 """GGUF's name of a layer's tensor -> Hugging Face's."""
 
 
+def _one_rope(metadata: Metadata) -> dict[str, RopeSpec]:
+    return {"rope": rope.rope_spec(metadata, metadata.require("general.architecture", str))}
+
+
 def _as_it_is(layer: LayerSpec, index: int, metadata: Metadata) -> LayerSpec:
     return layer
 
@@ -75,6 +79,7 @@ class Decoder(Family):
     activations  values of hidden_act, all names of one function, the first as config.json is written
     fused        matrices that lie in one tensor
     refused      keys of config.json that must be absent, null or false, because what they ask for is not done
+    ropes        the rotary tables by name, from complete metadata; layers use "rope" unless `layer` says otherwise
     layer        gives a layer its own: called with the layer that all have, its number and complete metadata
     more_keys    GGUF's keys that only this family has, from config.json
     more_config  the same the other way
@@ -85,6 +90,7 @@ class Decoder(Family):
     activations: tuple[str, ...] = ("silu", "swish")
     fused: tuple[Fused, ...] = ()
     refused: tuple[str, ...] = ()
+    ropes: Callable[[Metadata], dict[str, RopeSpec]] = _one_rope
     layer: Callable[[LayerSpec, int, Metadata], LayerSpec] = _as_it_is
     more_keys: Callable[[Metadata], dict[str, Any]] = lambda config: {}
     more_config: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
@@ -214,7 +220,7 @@ class Decoder(Family):
             vocabulary=count("vocab_size"),
             context=metadata.count(f"{arch}.context_length"),
             layers=tuple(self.layer(layer, i, metadata) for i in range(count("block_count", MOST_LAYERS))),
-            ropes={"rope": rope.rope_spec(metadata, arch)},
+            ropes=self.ropes(metadata),
             epsilon=epsilon,
         )
 

@@ -95,7 +95,7 @@ class Builder:
         return self._floats[key]
 
     def _panel(self, name: str, kind: str, columns: int, private: bool) -> tuple[Buffer, int]:
-        key = (f"{name}.{self._suffix}", kind, columns)
+        key = (f"{name}.{self._suffix}{'.private' if private else ''}", kind, columns)
         own = -(-panel_bytes(kind, 1, columns) // 128) * 128 if private else 0
         if key not in self._panels:
             nbytes = max(panel_bytes(kind, self._rows, columns), own * self.limits.workers + panel_bytes(kind, 1, columns))
@@ -154,12 +154,15 @@ class Builder:
         return out
 
     def attention(
-        self, layer: int, q: Buffer, k: Buffer, v: Buffer, spec: AttentionSpec, rope: RotaryTable, consumer: Matrix
+        self, layer: int, q: Buffer, k: Buffer, v: Buffer, spec: AttentionSpec, rope: RotaryTable | None, consumer: Matrix
     ) -> Panels:
-        """Rotates q and k, stores k and v, attends, and gives the result in panels for `consumer`.
+        """Rotates q and k, unless there is no table, stores k and v, attends, and gives the result in panels for `consumer`.
 
-        Raises PlanError for a size of values other than that of keys, which the kernels do not have.
+        Raises PlanError for a table wider than a head, and for a size of values other than that of keys, which the kernels do not have.
         """
+        rotated = rope.dimensions if rope else 0
+        if rotated > spec.key_size:
+            raise PlanError(f"layer {layer}: a rotary table of {rotated} dimensions for heads of {spec.key_size}")
         if spec.value_size != spec.key_size:
             raise PlanError(f"layer {layer}: values of {spec.value_size} dimensions beside keys of {spec.key_size} cannot be run yet")
         heads, kv_heads, head_size = spec.heads, spec.kv_heads, spec.key_size
@@ -173,8 +176,8 @@ class Builder:
         cache = self.cache.layer(layer)
         queries = self.floats("q.rotated", columns)
         self.plan.add(
-            "rope_store", head_size, head_size, self.cache_type, barrier=MANY, step=self._now.address, q=q, k=k, v=v,
-            q_stride=q.width, kv_stride=k.width, heads=heads, kv_heads=kv_heads, table=rope.address, cache=cache,
+            "rope_store", head_size, rotated, self.cache_type, barrier=MANY, step=self._now.address, q=q, k=k, v=v,
+            q_stride=q.width, kv_stride=k.width, heads=heads, kv_heads=kv_heads, table=rope.address if rope else 0, cache=cache,
             page_bytes=self.cache.page_bytes, out=queries, lone=private, lone_worker=own,
             scale=spec.scale, label=f"layer {layer}",
         )  # fmt: skip

@@ -21,7 +21,8 @@ def decoder(b: Builder, model: ModelSpec, ropes: Mapping[str, RotaryTable]) -> N
     x = b.embed(table)
     for index, layer in enumerate(model.layers):
         b.plan.begin(f"layer.{index}")
-        attention(b, x, index, layer.attention, ropes[layer.attention.rope], layer.epsilon)
+        rope = ropes[layer.attention.rope] if layer.attention.rope else None
+        attention(b, x, index, layer.attention, rope, layer.epsilon)
         feed_forward(b, x, index, layer.feed_forward, layer.epsilon)
 
     b.plan.begin("head")
@@ -30,7 +31,7 @@ def decoder(b: Builder, model: ModelSpec, ropes: Mapping[str, RotaryTable]) -> N
     b.plan.results["logits"] = b.matmul(normed, head, b.floats("logits", head.rows))
 
 
-def attention(b: Builder, x: Buffer, index: int, spec: AttentionSpec, rope: RotaryTable, epsilon: float) -> None:
+def attention(b: Builder, x: Buffer, index: int, spec: AttentionSpec, rope: RotaryTable | None, epsilon: float) -> None:
     """x += output · attention(q, k, v) of the normalized x."""
     prefix = f"blk.{index}."
     wq, wk, wv, wo = (b.weights.matrix(f"{prefix}{name}.weight") for name in ("attn_q", "attn_k", "attn_v", "attn_output"))

@@ -51,7 +51,9 @@ class LayerPages(Protocol):
 
 
 class RotaryTable(Protocol):
-    """float32[positions][cosines of half | sines of half] at `address`."""
+    """float32[positions][cosines of half | sines of half] at `address`, for the first `dimensions` of each head."""
 
     @property
     def address(self) -> int: ...
+    @property
+    def dimensions(self) -> int: ...

@@ -35,6 +35,11 @@ class RopeTable:
     def address(self) -> int:
         return self._table.ctypes.data
 
+    @property
+    def dimensions(self) -> int:
+        """Dimensions of a head that are rotated, the first ones."""
+        return 2 * self._frequencies.size
+
     def reach(self, position: int) -> None:
         """Makes the table good for positions below `position`."""
         if position <= self._filled:
@@ -49,21 +54,18 @@ class RopeTable:
 
 def rope_tables(checkpoint: Checkpoint, context: int) -> RopeTables:
     """The tables of a model, with room for `context` positions."""
-    return RopeTables({name: rope_table(spec, checkpoint, context) for name, spec in checkpoint.model.ropes.items()}, checkpoint, context)
+    return RopeTables({name: rope_table(spec, checkpoint, context) for name, spec in checkpoint.model.ropes.items()}, context)
 
 
 class RopeTables(Mapping[str, RopeTable]):
-    """Tables by the names that layers call them by; "" is one that turns nothing, made when it is asked for.
+    """Tables by the names that layers call them by.
 
     Attribute: `context`, the most positions that all of them have room for.
     """
 
-    def __init__(self, tables: dict[str, RopeTable], checkpoint: Checkpoint, context: int):
+    def __init__(self, tables: dict[str, RopeTable], context: int):
         self._tables = tables
         self.context = min([context, *(table.context for table in tables.values())])
-        sizes = [layer.attention.key_size for layer in checkpoint.model.layers if not layer.attention.rope]
-        if sizes:
-            self._tables[""] = RopeTable(np.zeros(max(sizes) // 2, np.float32), 1.0, self.context)
 
     def __getitem__(self, name: str) -> RopeTable:
         return self._tables[name]
