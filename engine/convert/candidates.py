@@ -19,9 +19,10 @@ import numpy as np
 
 from ...formats.checkpoint import Checkpoint
 from ...formats.conversion.stream import default_threads
-from ...formats.conversion.tile_store import TilesTensor, TileStore
+from ...formats.conversion.tile_store import TileStore
 from ...formats.decoder import EMBEDDING, HEAD
 from ...formats.tensor import Tensor
+from ...formats.tile_tensor import TileTensor
 from ...quant.feedback import DAMPING
 from ...quant.methods import TIED_DAMPING, Inputs
 from ..measure.sensitivity import CHUNK, Probes, probing_tokens
@@ -47,7 +48,7 @@ class Candidate:
     cost          what it costs the predictions: KL divergence, nats per token, when all else is unchanged
     """
 
-    tensor: TilesTensor
+    tensor: TileTensor
     loss: float
     weight_error: float
     replaced: int

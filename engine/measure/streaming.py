@@ -17,6 +17,7 @@ from ...formats.checkpoint import Checkpoint
 from ...formats.decoder import Dimensions
 from ...formats.rope import FACTORS
 from ...formats.tensor import Tensor
+from ...formats.tile_tensor import tiles_nbytes
 from ...quant.block import get_format
 from ..kernels.structs import PAGE
 from ..model import Compute, ModelError, architecture
@@ -40,7 +41,8 @@ class StreamedMatrix:
     def __init__(self, tensor: Tensor, exact: bool):
         self._tensor = tensor
         self._loaded: Matrix | None = None
-        self.name, self.rows, self.columns = tensor.name, tensor.rows, tensor.columns
+        self.name, self.shape, self.size = tensor.name, tensor.shape, tensor.size
+        self.matrices, self.rows_each, self.rows, self.columns = tensor.matrices, tensor.rows_each, tensor.rows, tensor.columns
         self.format = tensor.format if tensor.tiles() is not None else run_format(tensor.format, tensor.name)
         if exact and self.format != tensor.format:
             self.format = "f32"
@@ -54,6 +56,11 @@ class StreamedMatrix:
     def address(self) -> int:
         """Where the tiles lie; 0 while they are not in memory."""
         return self._loaded.address if self._loaded else 0
+
+    @property
+    def matrix_nbytes(self) -> int:
+        """Bytes of the tiles from one matrix to the next."""
+        return tiles_nbytes(get_format(self.format), self.shape[-2:])
 
     def load(self) -> None:
         """Makes the tiles, or finds them in the mapped file."""

@@ -150,19 +150,12 @@ def streams(
 
 
 def chunks(job: Job) -> list[slice]:
-    """Slices of rows, each of about CHUNK weights: whole groups of 16 rows for tiles, whole heads where rows are reordered."""
+    """Slices of about CHUNK weights of one matrix each: whole groups of 16 rows for tiles, whole heads where rows are reordered."""
     tensor = job.tensor
     if tensor.vector:
         return [slice(0, 1)]
-    height = tensor.shape[-2]
     unit = ROWS if job.layout == "tiles" else 1
-    if job.heads:
-        unit = height // job.heads
-    step = max(unit, CHUNK // tensor.columns // unit * unit)
-    found = []
-    for matrix in range(0, tensor.rows, height):
-        found += [slice(matrix + start, matrix + min(start + step, height)) for start in range(0, height, step)]
-    return found
+    return tensor.runs(CHUNK, tensor.rows_each // job.heads if job.heads else unit)
 
 
 def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:
@@ -174,7 +167,7 @@ def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, M
     form = get_format(job.format)
     order = None
     if job.heads:
-        size = tensor.rows // job.heads
+        size = tensor.rows_each // job.heads
         order = interleave_order((rows.stop - rows.start) // size, rows.stop - rows.start)
     tiles = job.layout == "tiles"
     measure, ready = Measure(), False
