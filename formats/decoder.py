@@ -13,11 +13,15 @@ import numpy as np
 
 from . import rope
 from .family import Family, TensorSpec, UnsupportedFeatureError
+from .layers import ExpertsSpec
 from .metadata import Metadata, MetadataTypeError
 from .tensor import Tensor
 
 MOST_LAYERS = 4096
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+ROUTER = "ffn_gate_inp"
+"""What scores the experts, in the name of its tensor."""
+_MOST_EXPERTS = 1 << 12
 _BIASES = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")}
 """Key of config.json -> the matrices that have biases if it is true."""
 _LARGEST = 1 << 24  # columns, heads and the like; far beyond any model, small enough that products stay in 64 bits
@@ -34,6 +38,7 @@ class Dimensions:
     kv_heads: int
     head: int
     vocabulary: int
+    experts: ExpertsSpec | None = None
 
     @classmethod
     def of(cls, metadata: Metadata, arch: str) -> Dimensions:
@@ -50,6 +55,7 @@ class Dimensions:
             kv_heads=count("attention.head_count_kv", 1 << 16),
             head=count("attention.key_length", 1 << 16),
             vocabulary=count("vocab_size"),
+            experts=_experts(metadata, arch),
         )
         if found.heads % found.kv_heads:
             many, few = (metadata.spelled(f"{arch}.attention.{key}") for key in ("head_count", "head_count_kv"))
@@ -59,14 +65,29 @@ class Dimensions:
         return found
 
 
+def _experts(metadata: Metadata, arch: str) -> ExpertsSpec | None:
+    """The mixture that each layer has in the place of one feed-forward network, or None."""
+    if not metadata.get(f"{arch}.expert_count", 0, int):
+        return None
+    many = metadata.count(f"{arch}.expert_count", high=_MOST_EXPERTS)
+    used = metadata.count(f"{arch}.expert_used_count", high=_MOST_EXPERTS)
+    if used > many:
+        spelled, whole = (metadata.spelled(f"{arch}.{key}") for key in ("expert_used_count", "expert_count"))
+        raise MetadataTypeError(f"{metadata.source}: {spelled!r} ({used}) is more than {whole!r} ({many})")
+    return ExpertsSpec(many, used)
+
+
 class Decoder(Family):
     """The common case. Subclasses set the class variables of Family and these:
 
     qkv_bias    whether q, k and v have biases: "never", "always", or "config": attention_bias of config.json says so, of o as well, and
                 mlp_bias of the feed-forward matrices; where nothing says so, as in GGUF files, the tensors that are there do
+    mixtures    what a mixture of experts is called in a layer of Hugging Face files: the router, and the gate, up and down matrix of expert
+                {}; None for a family without
     """
 
     qkv_bias: ClassVar[str] = "never"
+    mixtures: ClassVar[tuple[str, str, str, str] | None] = None
     activations: ClassVar[tuple[str, ...]] = ("silu", "swish")
     ignored = (r"(.*\.)?rotary_emb\.inv_freq", r"(.*\.)?self_attn\.(masked_)?bias")
 
@@ -167,8 +188,8 @@ class Decoder(Family):
             if size != head:
                 problem = f"a {other} size other than the head's, {head}, is not supported"
                 raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.{key}' is {size}; {problem}")
-        if metadata.get(f"{arch}.expert_count", 0, int):
-            raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported yet")
+        if self.mixtures is None and metadata.get(f"{arch}.expert_count", 0, int):
+            raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported for {arch}")
         if metadata.get(f"{arch}.attention.sliding_window", 0):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.attention.sliding_window' is not supported for {arch}")
         kind = metadata.get(f"{arch}.rope.scaling.type", "none", str)
@@ -223,10 +244,13 @@ class Decoder(Family):
             ("attn_k", "self_attn.k_proj", (kv, size.width), size.kv_heads, self.qkv_bias),
             ("attn_v", "self_attn.v_proj", (kv, size.width), 0, self.qkv_bias),
             ("attn_output", "self_attn.o_proj", (size.width, q), 0, "config" if self.qkv_bias == "config" else "never"),
-            ("ffn_gate", "mlp.gate_proj", (size.inner, size.width), 0, "config" if self.qkv_bias == "config" else "never"),
-            ("ffn_up", "mlp.up_proj", (size.inner, size.width), 0, "config" if self.qkv_bias == "config" else "never"),
-            ("ffn_down", "mlp.down_proj", (size.width, size.inner), 0, "config" if self.qkv_bias == "config" else "never"),
         ]
+        if size.experts is None:
+            matrices += [
+                ("ffn_gate", "mlp.gate_proj", (size.inner, size.width), 0, "config" if self.qkv_bias == "config" else "never"),
+                ("ffn_up", "mlp.up_proj", (size.inner, size.width), 0, "config" if self.qkv_bias == "config" else "never"),
+                ("ffn_down", "mlp.down_proj", (size.width, size.inner), 0, "config" if self.qkv_bias == "config" else "never"),
+            ]
         specs = []
         for ours, name, shape, rotary, bias in matrices:
             specs.append(TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), shape, rotary_heads=rotary))
@@ -236,8 +260,20 @@ class Decoder(Family):
                 specs.append(TensorSpec(f"{gguf}{ours}.bias", (f"{theirs}{name}.bias",), shape[:1], optional, group, rotary))
         norms = [("attn_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm")]
         attention, feed_forward = (TensorSpec(f"{gguf}{ours}.weight", (f"{theirs}{name}.weight",), (size.width,)) for ours, name in norms)
-        split = next(i for i, spec in enumerate(specs) if ".ffn_" in spec.name)
-        return [attention, *specs[:split], feed_forward, *specs[split:]]
+        split = next((i for i, spec in enumerate(specs) if ".ffn_" in spec.name), len(specs))
+        mixture = [] if size.experts is None else self.expert_tensors(size, size.experts, layer)
+        return [attention, *specs[:split], feed_forward, *specs[split:], *mixture]
+
+    def expert_tensors(self, size: Dimensions, experts: ExpertsSpec, layer: int) -> list[TensorSpec]:
+        """The tensors of a mixture of experts: the router, and three stacks of as many matrices as there are experts."""
+        assert self.mixtures is not None
+        router, *names = (f"layers.{layer}.{name}.weight" for name in self.mixtures)
+        shapes = {"gate": (size.inner, size.width), "up": (size.inner, size.width), "down": (size.width, size.inner)}
+        specs = [TensorSpec(f"blk.{layer}.{ROUTER}.weight", (router,), (experts.count, size.width))]
+        for (ours, shape), theirs in zip(shapes.items(), names, strict=True):
+            sources = tuple(theirs.format(number) for number in range(experts.count))
+            specs.append(TensorSpec(f"blk.{layer}.ffn_{ours}_exps.weight", sources, (experts.count, *shape)))
+        return specs
 
 
 def _short_float(value: float) -> float:

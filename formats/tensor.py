@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,11 @@ class RowsTensor(Tensor):
         self.nbytes = raw.size
         self._file, self._raw, self._order = file, raw, order
         self._offset, self._scale = np.float32(offset), scale
+
+    @property
+    def path(self) -> Path:
+        """The file that holds it."""
+        return self._file.path
 
     def _index(self, rows: RowSlice) -> RowIndex:
         if self._order is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from ....formats.decoder import EMBEDDING, HEAD, Dimensions
+from ....formats.decoder import EMBEDDING, HEAD, ROUTER, Dimensions
 from ....formats.metadata import Metadata
 from ...kernels.structs import ALWAYS, NEVER
 from ...run.rope import RopeTable
 from ..builder import Builder
+from ..experts import experts
 
 
 def decoder(b: Builder, metadata: Metadata, rope: RopeTable) -> None:
@@ -23,9 +24,9 @@ def decoder(b: Builder, metadata: Metadata, rope: RopeTable) -> None:
     for layer in range(size.layers):
         b.plan.begin(f"layer.{layer}")
         prefix = f"blk.{layer}."
-        wq, wk, wv, wo, gate, up, down = (
-            weights.matrix(f"{prefix}{n}.weight") for n in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-        )
+        wq, wk, wv, wo = (weights.matrix(f"{prefix}{n}.weight") for n in ("attn_q", "attn_k", "attn_v", "attn_output"))
+        mixture = "" if size.experts is None else "_exps"
+        gate, up, down = (weights.matrix(f"{prefix}{n}{mixture}.weight") for n in ("ffn_gate", "ffn_up", "ffn_down"))
 
         def bias(name: str, prefix: str = prefix) -> str | None:
             return f"{prefix}{name}.bias" if f"{prefix}{name}.bias" in weights else None
@@ -36,6 +37,11 @@ def decoder(b: Builder, metadata: Metadata, rope: RopeTable) -> None:
         v = b.matmul(normed, wv, b.floats("v", wv.rows), bias("attn_v"), barrier=ALWAYS)
         attended = b.attention(layer, q, k, v, size.heads, size.kv_heads, size.head, rope, wo)
         b.matmul(attended, wo, x, bias("attn_output"), add=True)
+        if size.experts is not None:
+            router = weights.matrix(f"{prefix}{ROUTER}.weight")
+            normed = b.rms_norm(x, f"{prefix}ffn_norm.weight", size.width, epsilon, [router, gate, up])
+            experts(b, normed, x, router, gate, up, down, size.experts, "silu")
+            continue
         normed = b.rms_norm(x, f"{prefix}ffn_norm.weight", size.width, epsilon, [gate, up])
         hidden = b.gated(normed, gate, up, down, "silu", (bias("ffn_gate"), bias("ffn_up")))
         b.matmul(hidden, down, x, bias("ffn_down"), add=True)
