@@ -1,7 +1,7 @@
 """Matrix products of experts: out[slot, row] = sum over columns of weight[expert][row, column] * x[slot, column].
 
-Parameters: the weights' block format; the kind of activation panels. It is matmul.py's product, once for every expert that has tokens, so an
-output's bits do not depend on how many tokens, or which, an expert has.
+Parameters: the weights' block format; the kind of activation panels. It is matmul.py's product, once for every expert that has tokens, so
+an output's bits do not depend on how many tokens, or which, an expert has.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ..run.workers import Workers
 OUTPUTS = 60
 """Most tokens that one run of the head gives logits for: whole panels of 6, and few enough that logits of a large vocabulary stay small."""
 
-STAGES = {"attn_output": "attention", "ffn_down": "ffn"}
+STAGES = {"attn_output": "attention", "ffn_down": "ffn", "ffn_down_exps": "ffn"}
 """Names of what is added to the residual stream, by the last matrix on the way there; others go by the matrix's own name."""
 
 

@@ -20,7 +20,7 @@ def experts(
 
     Raises PlanError for matrices that do not fit.
     """
-    _check(panels, x, router, gate, up, down, spec)
+    _check(panels, router, gate, up, down, spec)
     step, count, used = b._now.address, spec.count, spec.used
     slots = expert_slots(b._rows, count, used)
     scores = b.matmul(panels, router, b.floats("router", count))
@@ -75,15 +75,15 @@ def _shared(b: Builder, name: str, nbytes: int, width: int = 0) -> Buffer:
     return b.plan.buffers.get(name) or b.plan.buffer(name, nbytes, width)
 
 
-def _check(panels: Panels, x: Buffer, router: Matrix, gate: Matrix, up: Matrix, down: Matrix, spec: ExpertsSpec) -> None:
+def _check(panels: Panels, router: Matrix, gate: Matrix, up: Matrix, down: Matrix, spec: ExpertsSpec) -> None:
     if not 1 <= spec.used <= spec.count:
         raise PlanError(f"{router.name}: {spec.used} of {spec.count} experts cannot be used")
     if (router.rows, router.columns) != (spec.count, panels.columns):
         raise PlanError(f"{router.name} is {router.rows} x {router.columns}; {spec.count} experts of {panels.columns} columns need another")
-    inner = (spec.count, gate.rows_each, panels.columns)
-    for matrix, shape in ((gate, inner), (up, inner), (down, (spec.count, x.width // 4, gate.rows_each))):
-        rows = matrix.rows_each if matrix is not down else -(-matrix.rows_each // BLOCK) * BLOCK
-        if (matrix.matrices, rows, matrix.columns) != shape:
+    inner, width = gate.rows_each, panels.columns  # what is read is the residual stream, normalized
+    for matrix, rows, columns in ((gate, inner, width), (up, inner, width), (down, width, inner)):
+        if (matrix.matrices, matrix.rows_each, matrix.columns) != (spec.count, rows, columns):
             raise PlanError(
-                f"{matrix.name} is {matrix.matrices} x {matrix.rows_each} x {matrix.columns}; its layer needs {' x '.join(map(str, shape))}"
+                f"{matrix.name} is {matrix.matrices} x {matrix.rows_each} x {matrix.columns}; "
+                f"its layer needs {spec.count} x {rows} x {columns}"
             )

@@ -24,7 +24,9 @@ class Llama(Decoder):
     huggingface_class = "LlamaForCausalLM"
     interleaved = True
     qkv_bias = "config"
-    mixtures = ("block_sparse_moe.gate", *(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")))
+    mixtures = (
+        "block_sparse_moe.gate", "block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3", "block_sparse_moe.experts.{}.w2",
+    )  # fmt: skip
 
     def spelling(self) -> dict[str, str]:
         return super().spelling() | {f"{self.name}.{ours}": theirs for ours, theirs in _MIXTURE.items()}
