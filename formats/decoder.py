@@ -13,14 +13,17 @@ from typing import Any, Literal
 import numpy as np
 
 from . import rope
-from .expression import Expression, Halves, Rows, Source
+from .expression import Expression, Halves, Rows, Source, Stack
 from .family import Family, TensorSpec, UnsupportedFeatureError
-from .layers import AttentionSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
+from .layers import AttentionSpec, ExpertsSpec, FeedForwardSpec, LayerSpec, ModelSpec, RopeSpec
 from .metadata import Metadata, MetadataTypeError
 from .tensor import Tensor
 
 MOST_LAYERS = 4096
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+ROUTER = "ffn_gate_inp"
+"""What scores the experts, in the name of its tensor."""
+_MOST_EXPERTS = 1 << 12
 _BIASES = {"attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"), "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down")}
 """Key of config.json -> the matrices that have biases if it is true."""
 _LARGEST = 1 << 24  # columns, heads and the like; far beyond any model, small enough that products stay in 64 bits
@@ -70,6 +73,26 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Layers with experts in the place of one feed-forward network, which some of a family's models have.
+
+    model_type, huggingface_class  of these models in config.json
+    count, used  keys of config.json: experts, and those that compute a token
+    router       the matrix that scores experts, in a layer of Hugging Face files
+    expert       what stands before the names of an expert's matrices, its number at {}
+    matrices     the names of its gate, up and down matrix
+    """
+
+    model_type: str
+    huggingface_class: str
+    count: str
+    used: str
+    router: str
+    expert: str
+    matrices: tuple[str, str, str]
+
+
+@dataclass(frozen=True)
 class Decoder(Family):
     """The common case. What a family may say besides Family's own fields:
 
@@ -78,6 +101,7 @@ class Decoder(Family):
                  mlp_bias of the feed-forward matrices; where nothing says so, as in GGUF files, the tensors that are there do
     activations  values of hidden_act, all names of one function, the first as config.json is written
     fused        matrices that lie in one tensor
+    mixture      how those of the family's models with experts are spelled; None for a family without
     refused      keys of config.json that must be absent, null or false, because what they ask for is not done
     ropes        the rotary tables by name, from complete metadata; layers use "rope" unless `layer` says otherwise
     layer        gives a layer its own: called with the layer that all have, its number and complete metadata
@@ -89,6 +113,7 @@ class Decoder(Family):
     qkv_bias: Literal["never", "always", "config"] = "never"
     activations: tuple[str, ...] = ("silu", "swish")
     fused: tuple[Fused, ...] = ()
+    mixture: Mixture | None = None
     refused: tuple[str, ...] = ()
     ropes: Callable[[Metadata], dict[str, RopeSpec]] = _one_rope
     layer: Callable[[LayerSpec, int, Metadata], LayerSpec] = _as_it_is
@@ -99,7 +124,10 @@ class Decoder(Family):
     # ---- keys ----------------------------------------------------------------------------------------------------------
 
     def spelling(self) -> dict[str, str]:
-        return {f"{self.name}.{ours}": theirs for ours, theirs in _SPELLING.items()}
+        return {f"{self.name}.{ours}": theirs for ours, theirs in (_SPELLING | self._mixture_keys()).items()}
+
+    def _mixture_keys(self) -> dict[str, str]:
+        return {} if self.mixture is None else {"expert_count": self.mixture.count, "expert_used_count": self.mixture.used}
 
     def from_huggingface(self, config: Metadata) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
         self._check_config(config)
@@ -115,6 +143,8 @@ class Decoder(Family):
         head = config.count("head_dim", default=width // heads)
         keys[f"{self.name}.attention.key_length"] = keys[f"{self.name}.attention.value_length"] = head
         keys[f"{self.name}.attention.layer_norm_rms_epsilon"] = config.number("rms_norm_eps", high=1.0)
+        if self.mixture is not None and config.get("model_type") == self.mixture.model_type:
+            keys |= {f"{self.name}.{ours}": config.count(theirs) for ours, theirs in self._mixture_keys().items()}
         ropes, factors, notes = rope.to_gguf(config, self.name, head)
         return keys | ropes | self.more_keys(config), {} if factors is None else {rope.FACTORS: factors}, notes
 
@@ -149,7 +179,10 @@ class Decoder(Family):
             **rope.to_config(values, self.name, factors),
             **self.more_config(values),
         }
-        if self.qkv_bias == "config":
+        if self.mixture is not None and values.get(f"{self.name}.expert_count", 0, int):
+            config |= {"architectures": [self.mixture.huggingface_class], "model_type": self.mixture.model_type}
+            config |= {theirs: values.count(f"{self.name}.{ours}") for ours, theirs in self._mixture_keys().items()}
+        elif self.qkv_bias == "config":
             for key, biases in _BIASES.items():
                 there = [f"blk.0.{name}.bias" in tensors for name in biases]
                 if any(there) and not all(there):
@@ -178,8 +211,8 @@ class Decoder(Family):
             if size != head:
                 problem = f"a {other} size other than the head's, {head}, is not supported"
                 raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.{key}' is {size}; {problem}")
-        if metadata.get(f"{arch}.expert_count", 0, int):
-            raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported yet")
+        if self.mixture is None and metadata.get(f"{arch}.expert_count", 0, int):
+            raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported for {arch}")
         if metadata.get(f"{arch}.attention.sliding_window", 0):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.attention.sliding_window' is not supported for {arch}")
         base = f"{arch}.rope.freq_base"
@@ -212,7 +245,7 @@ class Decoder(Family):
         epsilon = metadata.number(f"{arch}.attention.layer_norm_rms_epsilon")
         layer = LayerSpec(
             AttentionSpec(heads, kv_heads, size, count("attention.value_length", 1 << 16), size**-0.5),
-            FeedForwardSpec(count("feed_forward_length"), self.activations[0]),
+            FeedForwardSpec(count("feed_forward_length"), self.activations[0], _experts(metadata, arch)),
             epsilon,
         )
         return ModelSpec(
@@ -253,8 +286,12 @@ class Decoder(Family):
         v, attended = attention.kv_heads * attention.value_size, attention.heads * attention.value_size
         shapes: dict[str, tuple[int, ...]] = {
             "attn_norm": (width,), "attn_q": (q, width), "attn_k": (k, width), "attn_v": (v, width), "attn_output": (width, attended),
-            "ffn_norm": (width,), "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
+            "ffn_norm": (width,),
         }  # fmt: skip
+        matrices = {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+        experts = layer.feed_forward.experts
+        if experts is None:
+            shapes |= {f"ffn_{name}": shape for name, shape in matrices.items()}
         rotary = {"attn_q": attention.heads, "attn_k": attention.kv_heads} if self.interleaved else {}
         whole = {part: fused for fused in self.fused for part in fused.parts}
         specs = []
@@ -273,12 +310,33 @@ class Decoder(Family):
                 wanted = shape if kind == "weight" else shape[:1]
                 group = f"{name}.bias" if optional else ""
                 specs.append(TensorSpec(f"blk.{index}.{name}.{kind}", theirs, wanted, optional, group, ours))
+        return specs if experts is None else specs + self._expert_tensors(matrices, width, experts, index)
+
+    def _expert_tensors(self, matrices: dict[str, tuple[int, int]], width: int, experts: ExpertsSpec, index: int) -> list[TensorSpec]:
+        """The router, and three stacks of as many matrices as there are experts."""
+        assert self.mixture is not None
+        here = f"layers.{index}."
+        specs = [TensorSpec(f"blk.{index}.{ROUTER}.weight", f"{here}{self.mixture.router}.weight", (experts.count, width))]
+        for (ours, shape), theirs in zip(matrices.items(), self.mixture.matrices, strict=True):
+            each = tuple(Source(f"{here}{self.mixture.expert.format(i)}{theirs}.weight") for i in range(experts.count))
+            specs.append(TensorSpec(f"blk.{index}.ffn_{ours}_exps.weight", Stack(each), (experts.count, *shape)))
         return specs
 
     def _kinds(self, name: str) -> tuple[str, ...]:
         """Whether a tensor of a layer has a bias beside its weights."""
         with_bias = name in _BIASES["attention_bias"][:3] if self.qkv_bias == "always" else name in sum(_BIASES.values(), ())
         return ("weight", "bias") if with_bias and self.qkv_bias != "never" else ("weight",)
+
+
+def _experts(metadata: Metadata, arch: str) -> ExpertsSpec | None:
+    if not metadata.get(f"{arch}.expert_count", 0, int):
+        return None
+    many = metadata.count(f"{arch}.expert_count", high=_MOST_EXPERTS)
+    used = metadata.count(f"{arch}.expert_used_count", high=_MOST_EXPERTS)
+    if used > many:
+        spelled, whole = (metadata.spelled(f"{arch}.{key}") for key in ("expert_used_count", "expert_count"))
+        raise MetadataTypeError(f"{metadata.source}: {spelled!r} ({used}) is more than {whole!r} ({many})")
+    return ExpertsSpec(many, used)
 
 
 def _short_float(value: float) -> float:

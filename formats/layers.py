@@ -56,15 +56,32 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts in the place of one feed-forward network (Shazeer et al. 2017; Jiang et al. 2024).
+
+    count       experts, each a gated network of FeedForwardSpec.inner columns
+    used        experts that compute a token: those with the highest router scores
+    normalize   True if the weights of the chosen experts are made to sum to 1 (softmax over the chosen ones), False if they are
+                those of the softmax over all
+    """
+
+    count: int
+    used: int
+    normalize: bool = True
+
+
+@dataclass(frozen=True)
 class FeedForwardSpec:
     """The feed-forward network of one layer: activation(gate) · up, then down (Shazeer 2020).
 
     inner       columns between
     activation  one that the kernel of gated activations knows
+    experts     None for a single network
     """
 
     inner: int
     activation: str = "silu"
+    experts: ExpertsSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..quant.block import BlockFormat, get_format
+from ..quant.block import ROWS, BlockFormat, get_format
 from ..quant.errors import FormatError
 from .dequantize import to_float32
 from .errors import UnknownTypeError
@@ -47,9 +48,19 @@ class Tensor(ABC):
         return len(self.shape) <= 1
 
     @property
+    def matrices(self) -> int:
+        """Matrices of `rows_each` x `columns` (experts): the product of all dimensions before the last two, 1 if there are none."""
+        return math.prod(self.shape[:-2])
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of one matrix; a vector is one row."""
+        return 1 if self.vector else self.shape[-2]
+
+    @property
     def rows(self) -> int:
-        """Rows of `columns` weights; a vector is one row, and further leading dimensions count as more rows."""
-        return 1 if self.vector else int(np.prod(self.shape[:-1], dtype=np.int64))
+        """Rows of all matrices, one matrix after another: what slices of rows count."""
+        return self.matrices * self.rows_each
 
     @property
     def columns(self) -> int:
@@ -64,6 +75,13 @@ class Tensor(ABC):
     def recorded(self) -> dict[str, Any]:
         """What was measured when the tensor was quantized (cosine, nmse, method, checksum…); {} if the file has no such record."""
         return {}
+
+    def runs(self, weights: int, unit: int = ROWS) -> list[slice]:
+        """Slices that cover the rows in order, each of about `weights` weights and of one matrix: whole `unit`s of rows but at its end."""
+        height = self.rows_each
+        step = max(unit, weights // max(self.columns, 1) // unit * unit)
+        starts = range(0, self.rows, height) if height else ()
+        return [slice(first + at, first + min(at + step, height)) for first in starts for at in range(0, height, step)]
 
     @abstractmethod
     def float32(self, rows: RowSlice = None) -> np.ndarray:

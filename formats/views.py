@@ -17,6 +17,17 @@ _SLAB = 1 << 22
 """Weights that a transposed view reads at a time: temporaries stay in the tens of megabytes."""
 
 
+def _run(rows: RowSlice, count: int) -> tuple[int, int, slice]:
+    """A slice of `count` rows as one run from `first` to `last`, and which of these rows it takes."""
+    start, stop, step = (slice(None) if rows is None else rows).indices(count)
+    numbers = range(start, stop, step)
+    if not numbers:
+        return 0, 0, slice(None)
+    if step > 0:
+        return start, numbers[-1] + 1, slice(None, None, step)
+    return numbers[-1], start + 1, slice(None, None, step)
+
+
 class RowsView(Tensor):
     """Some rows of a tensor, in an order of their own, or elements of a vector.
 
@@ -32,8 +43,9 @@ class RowsView(Tensor):
         """What `read` gives for the rows, which are read as one run from the first to the last of them."""
         if isinstance(self._index, slice):
             start = self._index.start
-            first, last, _ = (slice(None) if rows is None else rows).indices(self.rows)
-            return read(slice(start + first, start + last))
+            first, last, which = _run(rows, self.rows)
+            found = read(slice(start + first, start + last))
+            return found if found is None or which.step in (None, 1) else found[which]
         index = self._index if rows is None else self._index[rows]
         if index.size == 0:
             return read(slice(0, 0))
@@ -76,7 +88,7 @@ class JoinedView(Tensor):
         self.nbytes = sum(part.nbytes for part in parts)
 
     def _read(self, rows: RowSlice, read: Callable[[Tensor, slice], np.ndarray | None]) -> np.ndarray | None:
-        first, last, _ = (slice(None) if rows is None else rows).indices(self.rows)
+        first, last, which = _run(rows, self.rows)
         found = []
         for part, start in zip(self._parts, self._starts, strict=False):
             a, b = max(first - start, 0), min(last - start, part.rows)
@@ -87,7 +99,8 @@ class JoinedView(Tensor):
                 found.append(piece)
         if not found:
             return read(self._parts[0], slice(0, 0))
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        joined = found[0] if len(found) == 1 else np.concatenate(found)
+        return joined if which.step in (None, 1) else joined[which]
 
     def _same_format(self) -> bool:
         return not self.vector and all(part.format == self.format for part in self._parts)

@@ -109,10 +109,10 @@ class BlockFormat(ABC):
             return rows, self.header_bytes + blocks * self.block_bytes
         return rows, blocks, self.block_bytes
 
-    def tiles_nbytes(self, rows: int, columns: int) -> int:
-        """Bytes that a matrix takes in tiles, padding included."""
+    def tiles_nbytes(self, rows: int, columns: int, matrices: int = 1) -> int:
+        """Bytes that matrices of that size take in tiles; each is padded to whole groups of ROWS rows."""
         groups, blocks = -(-rows // ROWS), -(-columns // self.block_columns)
-        return groups * (ROWS * self.header_bytes + blocks * self.tile_bytes)
+        return matrices * groups * (ROWS * self.header_bytes + blocks * self.tile_bytes)
 
     @abstractmethod
     def encode(self, weights: np.ndarray, importance: np.ndarray | None = None, method: str | None = None) -> np.ndarray:

@@ -79,6 +79,9 @@ def oracles() -> dict[str, Oracle]:
         "linear": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=linear), older=True),
         "yarn": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=yarn), tokens=100, every=3),
         "dynamic": Oracle(llama(40, 40, 2, 1, 50, head_dim=32, rope_parameters=dynamic), older=True),
+        # mixtures of experts: two of four, and one of three in sizes that no tile divides
+        "mixtral": Oracle(llama(64, 48, 4, 2, 256, hf.MixtralConfig, num_local_experts=4, num_experts_per_tok=2), tokens=40),
+        "mixtral_odd": Oracle(llama(72, 40, 3, 1, 50, hf.MixtralConfig, head_dim=24, num_local_experts=3, num_experts_per_tok=1)),
         # more positions than attention takes in two parts
         "long": Oracle(
             llama(72, 40, 3, 1, 50, head_dim=20, max_position_embeddings=1024, num_hidden_layers=1), tokens=700, every=29

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
-from ...formats.conversion.tile_store import TilesTensor, TileStore
+from ...formats.conversion.tile_store import TileStore
 from ...formats.decoder import EMBEDDING, HEAD
 from ...formats.tensor import Tensor
+from ...formats.tile_tensor import TileTensor
 from ...quant.feedback import DAMPING
 from ...quant.methods import TIED_DAMPING, Inputs
 from ...quant.processors import logical_processors
@@ -47,7 +48,7 @@ class Candidate:
     cost          what it costs the predictions: KL divergence, nats per token, when all else is unchanged
     """
 
-    tensor: TilesTensor
+    tensor: TileTensor
     loss: float
     weight_error: float
     replaced: int

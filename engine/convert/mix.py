@@ -38,6 +38,7 @@ from ...formats.conversion.tile_store import TileStore
 from ...formats.errors import OutputError
 from ...formats.hbf.structure import PAGE
 from ...formats.tensor import Tensor
+from ...formats.tile_tensor import tiles_nbytes
 from ...quant.block import get_format
 from ..measure.divergence import DivergenceMeter
 from .allocation import Option, Options, allocate, allocate_cost, smallest, total
@@ -337,7 +338,7 @@ class _Mix:
         }
 
     def _nbytes(self, tensor: Tensor, form: str) -> int:
-        nbytes = get_format(form).tiles_nbytes(tensor.rows, tensor.columns)
+        nbytes = tiles_nbytes(get_format(form), tensor.shape)
         return -(-nbytes // PAGE) * PAGE if self._goal.nbytes is not None else nbytes
 
     def _fixed(self) -> tuple[int, int]:
@@ -346,7 +347,7 @@ class _Mix:
         recipe = replace(self._recipe, bits=None, format=LADDER[0])
         jobs = [plan(tensor, recipe)[0] for tensor in kept if tensor.name not in self.formats]
         rest = sum(
-            4 * job.tensor.size if job.tensor.vector else get_format(job.format).tiles_nbytes(job.tensor.rows, job.tensor.columns)
+            4 * job.tensor.size if job.tensor.vector else tiles_nbytes(get_format(job.format), job.tensor.shape)
             for job in jobs
         )
         return rest, sum(tensor.size for tensor in kept)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ...formats.conversion.stream import Job, Measure, chunks
+from ...formats.conversion.stream import CHUNK, Measure
 from ...formats.tensor import Tensor
+from ...formats.tile_tensor import tiles_nbytes
 from ...quant.block import get_format
 from ...quant.errors import NonFiniteError
 from ...quant.measures import TensorMeter
@@ -46,7 +47,7 @@ class TensorQuantizer:
     @property
     def nbytes(self) -> int:
         """Bytes of the tiles."""
-        return self._form.tiles_nbytes(self._tensor.rows, self._tensor.columns)
+        return tiles_nbytes(self._form, self._tensor.shape)
 
     def pieces(self, advance: Callable[[int], None] = lambda weights: None) -> Iterator[np.ndarray]:
         """uint8 arrays that follow each other. advance(weights): called as weights are done.
@@ -86,7 +87,8 @@ class TensorQuantizer:
         return quantize(self._form, weights, inputs=self._known, method=self._wanted, name=name, threads=self._threads, meter=meter)
 
     def _runs(self) -> list[slice]:
-        """Runs of rows: those of convert.py, several at a time, so that all threads have work."""
-        found = chunks(Job(self._tensor, self._form.name))
-        several = 4 * self._threads
-        return [slice(found[i].start, found[min(i + several, len(found)) - 1].stop) for i in range(0, len(found), several)]
+        """Runs of rows of one matrix: several chunks of convert.py at a time, so that all threads have work."""
+        found = self._tensor.runs(CHUNK)
+        each, several = len(found) // self._tensor.matrices, 4 * self._threads
+        starts = [first + i for first in range(0, len(found), each) for i in range(0, each, several)]
+        return [slice(found[i].start, found[min(i + several, i - i % each + each) - 1].stop) for i in starts]

@@ -45,6 +45,27 @@ add       1: out += result (the residual)
 
 def build(format_name: str, kind: str):
     """The kernel for weights of a format and activations of a kind."""
+    product = groups_product(format_name, kind)
+    Arguments, Step = ArgumentBlock(FIELDS), ArgumentBlock(STEP)
+
+    def kernel(arguments, worker, span):
+        a = view(Arguments, arguments)
+        tokens = view(Step, a.step).tokens
+        first, last = units(a.rows, span)
+        first, last = 2 * first, min(2 * last, (a.rows + 15) // 16)
+        x = a.x
+        if tokens == 1:
+            x += worker * a.x_worker
+        product(a.weights, (a.columns + 31) // 32, first, last, x, tokens, a.out, a.out_stride, a.bias, a.add)
+
+    return kernel
+
+
+def groups_product(format_name: str, kind: str):
+    """product(weights, blocks, first, last, x, tokens, out, out_stride, bias, add), inline: row groups first..last - 1 times all tokens.
+
+    weights, out and bias are those of row 0, `blocks` the blocks of 32 columns of a row, x the panels of the tokens. Raises FormatError.
+    """
     piece = get_format(format_name).piece()
     sub_tiles = get_format(format_name).block_columns // 32
     if sub_tiles != 1:
@@ -57,7 +78,6 @@ def build(format_name: str, kind: str):
     single = make(piece, 1, 1)
     two, four, six = (_with_epilogue(make(piece, groups, width), groups, width) for width in (2, 4, 6))
     single = _with_epilogue(single, 1, 1)
-    Arguments, Step = ArgumentBlock(FIELDS), ArgumentBlock(STEP)
 
     @inline
     def panels(weights, stride, blocks, x, tokens, out, out_stride, bias, add):
@@ -73,33 +93,26 @@ def build(format_name: str, kind: str):
             x += TOKENS * blocks * record
             out += TOKENS * out_stride
 
-    def kernel(arguments, worker, span):
-        a = view(Arguments, arguments)
-        tokens = view(Step, a.step).tokens
-        blocks = (a.columns + 31) // 32
+    @inline
+    def product(weights, blocks, first, last, x, tokens, out, out_stride, bias, add):
         stride = header + blocks * tile_bytes
-        first, last = units(a.rows, span)
-        first, last = 2 * first, min(2 * last, (a.rows + 15) // 16)
-        x, out_stride, bias, add = a.x, a.out_stride, a.bias, a.add
-        if tokens == 1:
-            x += worker * a.x_worker
         even_tokens = tokens - (1 if tokens % TOKENS == 1 else 0)  # a panel of one has no tile of its own width
         g = first
         while g < last:
             count, token = 1, 0
             if tokens > 1 and last - g >= groups:
                 count, token = groups, even_tokens
-                weights, out, group_bias = a.weights + g * stride, a.out + 64 * g, bias + 64 * g if bias else 0
-                panels(weights, stride, blocks, x, even_tokens, out, out_stride, group_bias, add)
+                group_bias = bias + 64 * g if bias else 0
+                panels(weights + g * stride, stride, blocks, x, even_tokens, out + 64 * g, out_stride, group_bias, add)
             while token < tokens:  # what is left: one group of rows and one token at a time
                 panel, width, column = locate(token, tokens, blocks, record)
                 for each in range(g, g + count):
-                    weights, out = a.weights + each * stride, a.out + 64 * each + token * out_stride
-                    single(weights, stride, blocks, x + panel, width, column, out, out_stride, bias + 64 * each if bias else 0, add)
+                    at, to = weights + each * stride, out + 64 * each + token * out_stride
+                    single(at, stride, blocks, x + panel, width, column, to, out_stride, bias + 64 * each if bias else 0, add)
                 token += 1
             g += count
 
-    return kernel
+    return product
 
 
 def _with_epilogue(compute, groups: int, width: int):

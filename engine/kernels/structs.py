@@ -144,3 +144,26 @@ LOGIT_RUN = 1024
 
 LOGIT_SUMS = 6
 """Sums of each run."""
+
+# ---- experts (route.py, group_tokens.py, gather_panels.py, expert_*.py) --------------------------------------------------
+
+ROUTE_BYTES = 12
+"""A choice of a token: int32 expert, int32 place among the tokens of that expert, float32 weight. A token's follow each other by rank, the
+expert with the highest score first."""
+
+GROUP = "start count"
+"""The tokens that one expert computes. start: the slot of its first, a multiple of TOKENS; slots are rows of buffers, and panels of the
+expert begin where those of `start` tokens would end. count: how many."""
+
+GROUP_BYTES = 8 * len(GROUP.split())
+
+
+def expert_slots(tokens: int, experts: int, used: int) -> int:
+    """Slots for which buffers need room: each expert's tokens are padded to whole panels."""
+    choices = tokens * used
+    return padded_tokens(choices + (TOKENS - 1) * min(experts, choices))
+
+
+def route_scratch(experts: int) -> int:
+    """Bytes per worker: which experts were chosen already."""
+    return -(-4 * experts // 128) * 128

@@ -50,8 +50,9 @@ class ReplaceableMatrix(StreamedMatrix):
 
     def replace(self, tensor: Tensor) -> None:
         """Runs other weights of the same shape from now on, until `restore` or `release`. Relink the section afterwards."""
-        if (tensor.rows, tensor.columns) != (self.rows, self.columns):
-            raise ValueError(f"{self.name} is {self.rows} x {self.columns}; it cannot be replaced by {tensor.rows} x {tensor.columns}")
+        if tensor.shape != self.shape:
+            ours, theirs = (" x ".join(map(str, shape)) for shape in (self.shape, tensor.shape))
+            raise ValueError(f"{self.name} is {ours}; it cannot be replaced by {theirs}")
         if self._original is None:
             self._original = self._loaded
         self._loaded = None  # its memory is free again where nothing else holds it

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...formats.checkpoint import Checkpoint
 from ...formats.tensor import Tensor
+from ...formats.tile_tensor import tiles_nbytes
 from ...quant.block import get_format
 from ..kernels.structs import PAGE
 from ..model import Compute, ModelError, write_plan
@@ -28,7 +29,7 @@ from ..run.workers import Workers
 OUTPUTS = 60
 """Most tokens that one run of the head gives logits for: whole panels of 6, and few enough that logits of a large vocabulary stay small."""
 
-STAGES = {"attn_output": "attention", "ffn_down": "ffn"}
+STAGES = {"attn_output": "attention", "ffn_down": "ffn", "ffn_down_exps": "ffn"}
 """Names of what is added to the residual stream, by the last matrix on the way there; others go by the matrix's own name."""
 
 
@@ -38,7 +39,8 @@ class StreamedMatrix:
     def __init__(self, tensor: Tensor, exact: bool):
         self._tensor = tensor
         self._loaded: Matrix | None = None
-        self.name, self.rows, self.columns = tensor.name, tensor.rows, tensor.columns
+        self.name, self.shape, self.size = tensor.name, tensor.shape, tensor.size
+        self.matrices, self.rows_each, self.rows, self.columns = tensor.matrices, tensor.rows_each, tensor.rows, tensor.columns
         self.format = tensor.format if tensor.tiles() is not None else run_format(tensor.format, tensor.name)
         if exact and self.format != tensor.format:
             self.format = "f32"
@@ -52,6 +54,11 @@ class StreamedMatrix:
     def address(self) -> int:
         """Where the tiles lie; 0 while they are not in memory."""
         return self._loaded.address if self._loaded else 0
+
+    @property
+    def matrix_nbytes(self) -> int:
+        """Bytes of the tiles from one matrix to the next."""
+        return tiles_nbytes(get_format(self.format), self.shape[-2:])
 
     def load(self) -> None:
         """Makes the tiles, or finds them in the mapped file."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...formats.decoder import EMBEDDING, HEAD
+from ...formats.decoder import EMBEDDING, HEAD, ROUTER
 from ...formats.layers import AttentionSpec, FeedForwardSpec, ModelSpec
 from ..kernels.structs import ALWAYS, NEVER
 from .builder import Builder
+from .experts import experts
 from .operands import RotaryTable
 from .plan import Buffer
 
@@ -44,8 +45,14 @@ def attention(b: Builder, x: Buffer, index: int, spec: AttentionSpec, rope: Rota
 
 
 def feed_forward(b: Builder, x: Buffer, index: int, spec: FeedForwardSpec, epsilon: float) -> None:
-    """x += down · (activation(gate) * up) of the normalized x."""
+    """x += down · (activation(gate) * up) of the normalized x, or what a mixture of such networks gives."""
     prefix = f"blk.{index}."
+    if spec.experts is not None:
+        names = (ROUTER, "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+        router, gate, up, down = (b.weights.matrix(f"{prefix}{name}.weight") for name in names)
+        normed = b.rms_norm(x, f"{prefix}ffn_norm.weight", router.columns, epsilon, [router, gate, up])
+        experts(b, normed, x, router, gate, up, down, spec.experts, spec.activation)
+        return
     gate, up, down = (b.weights.matrix(f"{prefix}{name}.weight") for name in ("ffn_gate", "ffn_up", "ffn_down"))
     normed = b.rms_norm(x, f"{prefix}ffn_norm.weight", gate.columns, epsilon, [gate, up])
     biases = b.optional(f"{prefix}ffn_gate.bias"), b.optional(f"{prefix}ffn_up.bias")

@@ -12,14 +12,29 @@ import numpy as np
 
 
 class Matrix(Protocol):
-    """Weights of a matrix product: rows x columns as in the checkpoint, in tiles of a block format at `address`."""
+    """Weights of a matrix product, or of one for each of several matrices (experts): tiles of a block format at `address`."""
 
     @property
     def name(self) -> str: ...
     @property
     def format(self) -> str: ...
     @property
-    def rows(self) -> int: ...
+    def matrices(self) -> int: ...
+    @property
+    def rows_each(self) -> int:
+        """Rows of a matrix, as in the checkpoint."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Rows of all matrices."""
+        ...
+
+    @property
+    def matrix_nbytes(self) -> int:
+        """Bytes of the tiles from one matrix to the next."""
+        ...
+
     @property
     def columns(self) -> int: ...
     @property

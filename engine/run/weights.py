@@ -7,13 +7,13 @@ order where a block format of ours holds them, else converted to the format that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from ...formats.checkpoint import Checkpoint
 from ...formats.tensor import Tensor
-from ...quant.block import ROWS, format_names, get_format
+from ...formats.tile_tensor import ArrayTiles, tiles_nbytes
+from ...quant.block import format_names, get_format
 from ...quant.errors import HalfbyteError
 from ...quant.processors import logical_processors
 
@@ -28,23 +28,8 @@ class WeightError(HalfbyteError):
     """A tensor cannot be run."""
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Weights of a matrix product: tiles at `address`, rows x columns as in the checkpoint, unpadded."""
-
-    name: str
-    format: str
-    rows: int
-    columns: int
-    tiles: np.ndarray
-
-    @property
-    def address(self) -> int:
-        return self.tiles.ctypes.data
-
-    @property
-    def nbytes(self) -> int:
-        return self.tiles.size
+class Matrix(ArrayTiles):
+    """Weights of a matrix product, or of one for each expert: tiles at `address`, sizes as in the checkpoint, unpadded."""
 
     @property
     def integers(self) -> bool:
@@ -121,7 +106,7 @@ def make_matrix(tensor: Tensor, name: str | None = None) -> Matrix:
 def _mapped(tensor: Tensor) -> Matrix:
     tiles = tensor.tiles()
     assert tiles is not None
-    return Matrix(tensor.name, tensor.format, tensor.rows, tensor.columns, tiles)
+    return Matrix(tensor.name, tensor.shape, tensor.format, tiles, tensor.recorded)
 
 
 def run_format(source: str, name: str = "") -> str:
@@ -140,13 +125,10 @@ def _made(tensor: Tensor, name: str | None = None) -> Matrix:
 
     name = name or run_format(tensor.format, tensor.name)
     form = get_format(name)
-    rows, columns = tensor.rows, tensor.columns
-    raw = np.empty(form.tiles_nbytes(rows, columns) + 64, np.uint8)
-    tiles = raw[-raw.ctypes.data % 64 :][: form.tiles_nbytes(rows, columns)]
-    group_bytes = form.tiles_nbytes(ROWS, columns)
-    step = max(ROWS, (1 << 21) // max(columns, 1) // ROWS * ROWS)
-    for start in range(0, rows, step):
-        chunk = slice(start, min(start + step, rows))
+    nbytes, at = tiles_nbytes(form, tensor.shape), 0
+    raw = np.empty(nbytes + 64, np.uint8)
+    tiles = raw[-raw.ctypes.data % 64 :][:nbytes]
+    for chunk in tensor.runs(1 << 21):
         blocks = tensor.blocks(chunk) if tensor.format == name else exact_blocks(tensor, chunk)
         if blocks is not None:
             part = encoders.tile(form, blocks, threads=1)
@@ -154,8 +136,8 @@ def _made(tensor: Tensor, name: str | None = None) -> Matrix:
             part = encoders.encode(form, tensor.float32(chunk), method="nearest", name=tensor.name, threads=1).data
         else:
             part = form.tile(form.encode(tensor.float32(chunk), method="nearest"))
-        at = start // ROWS * group_bytes
         tiles[at : at + part.size] = part
+        at += part.size
         tensor.release(chunk)  # the source stays in the page cache, and is no longer counted as this process's memory
     tensor.release()
-    return Matrix(tensor.name, name, rows, columns, tiles)
+    return Matrix(tensor.name, tensor.shape, name, tiles)

@@ -9,7 +9,8 @@
 5. 16 bits means bf16 for weights that are bf16 in the source, f16 for others; a tensor with weights beyond f16's range (65504)
    gets bf16.
 6. Every other matrix gets the format asked for. Columns that are not a multiple of 32 are padded with zeros, and reported.
-7. Where a pattern of the recipe is found in a matrix's name, its format goes before rules 3, 4 and 6; of several the last one counts.
+7. Where a pattern of the recipe is found in a matrix's name, its format goes before rules 3, 4, 6 and 8; of several the last one counts.
+8. The router of a mixture of experts stays float32: it is small, and an error in it sends a token to another expert.
 
 Each exception to rule 6 is listed with its reason in what the conversion reports.
 """
@@ -23,7 +24,7 @@ from typing import Any
 
 from ...quant.block import METHODS, BlockFormat, format_names, get_format
 from ...quant.errors import HalfbyteError
-from ..decoder import EMBEDDING, HEAD
+from ..decoder import EMBEDDING, HEAD, ROUTER
 from ..errors import printable
 from ..tensor import Tensor, block_format
 
@@ -95,6 +96,8 @@ class Recipe:
             return Choice(
                 named, f"{pattern} in the recipe" if named != self.asked else "", kept=source is not None and tensor.format == named
             )
+        if tensor.name.endswith(f".{ROUTER}.weight"):
+            return Choice("f32", "router of experts: float32", kept=tensor.format == "f32")
         asked, reason = self.asked, ""
         if self.format is None and self.bits == 16 and tensor.format == "bf16":
             asked, reason = "bf16", "bf16 in the source"

@@ -137,17 +137,12 @@ def streams(
 
 
 def chunks(job: Job) -> list[slice]:
-    """Slices of rows, each of about CHUNK weights: whole groups of 16 rows for tiles."""
+    """Slices of about CHUNK weights of one matrix each: whole groups of 16 rows for tiles."""
     tensor = job.tensor
     if tensor.vector:
         return [slice(0, 1)]
-    height = tensor.shape[-2]
     unit = ROWS if job.layout == "tiles" else 1
-    step = max(unit, CHUNK // tensor.columns // unit * unit)
-    found = []
-    for matrix in range(0, tensor.rows, height):
-        found += [slice(matrix + start, matrix + min(start + step, height)) for start in range(0, height, step)]
-    return found
+    return tensor.runs(CHUNK, unit)
 
 
 def _encode(job: Job, rows: slice, allow_nonfinite: bool) -> tuple[np.ndarray, Measure, int]:

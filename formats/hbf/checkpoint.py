@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ..chat_template import template_of
 from ..checkpoint import Checkpoint, TokenizerFiles, bind, check_shape
 from ..errors import HeaderError
@@ -16,37 +14,11 @@ from ..families import family
 from ..gguf.checkpoint import with_defaults
 from ..gguf.values import TypedValues, ValueType
 from ..metadata import Metadata
-from ..tensor import RowSlice, Tensor
-from .reader import NativeFile, NativeTensor
+from .reader import NativeFile
 from .structure import TOKENIZER
 
 TOKENIZER_CONFIG = "halfbyte.tokenizer_config"
 """tokenizer_config.json without its chat template, as JSON text."""
-
-
-class NativeFileTensor(Tensor):
-    """A tensor of a .hbf file."""
-
-    def __init__(self, file: NativeFile, tensor: NativeTensor) -> None:
-        self.name, self.shape, self.format, self.nbytes = tensor.name, tensor.shape, tensor.format, tensor.nbytes
-        self._file, self._tensor = file, tensor
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        return self._tensor.recorded
-
-    def float32(self, rows: RowSlice = None) -> np.ndarray:
-        return self._tensor.float32(rows)
-
-    def blocks(self, rows: RowSlice = None) -> np.ndarray | None:
-        return self._tensor.blocks(rows)
-
-    def tiles(self) -> np.ndarray | None:
-        return self._tensor.tiles()
-
-    def release(self, rows: RowSlice = None) -> None:
-        if rows is None:
-            self._file.release(self._tensor.offset, self._tensor.nbytes)
 
 
 def open_hbf(path: Path) -> Checkpoint:
@@ -72,7 +44,7 @@ def open_hbf(path: Path) -> Checkpoint:
             path,
             "hbf",
             metadata,
-            {name: NativeFileTensor(file, file.tensors[name]) for name in names},
+            {name: file.tensors[name] for name in names},
             family=found,
             tokenizer=_tokenizer(path, metadata, file.metadata),
             files=[path],

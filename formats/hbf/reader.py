@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 
-from ...quant.block import ROWS, BlockFormat, get_format
+from ...quant.block import BlockFormat, get_format
 from ...quant.errors import FormatError
 from .. import file_keys
 from ..errors import (
@@ -29,115 +29,33 @@ from ..errors import (
 )
 from ..gguf.values import Cursor, TableEntry, TypedValues, ValueType, check_layout, read_table
 from ..mapped import MappedFile
+from ..tensor import RowSlice
+from ..tile_tensor import TileTensor, tiles_nbytes
 from . import structure
 
 MAX_TENSORS = 1 << 17
 _CHUNK = 1 << 23  # bytes that are checked between two reports of progress
-_DECODE = 1 << 22  # weights that are decoded at a time
 
 
-class NativeTensor:
-    """One tensor of an open .hbf file.
+class NativeTensor(TileTensor):
+    """One tensor of an open .hbf file. Its bytes are a read-only view of the file.
 
-    Attributes
-    ----------
-    name      GGUF's name
-    shape     NumPy order, true sizes without padding
-    format    name of the block format of its tiles; "f32" for one dimension, which is plain float32
     offset    of its first byte from the start of the file, a multiple of 4096
-    nbytes    bytes of its data
-    vector    True for a tensor of at most one dimension
-    recorded  dict: checksum (CRC-32), source, method (str, "" if unknown), cosine, nmse (float, or None if not measured)
+    recorded  checksum (CRC-32), source, method (str, "" if unknown), cosine, nmse (float, or None if not measured)
     """
-
-    __slots__ = ("_file", "format", "name", "nbytes", "offset", "recorded", "shape")
 
     def __init__(
         self, file: NativeFile, name: str, shape: tuple[int, ...], format: str, offset: int, nbytes: int, recorded: dict[str, Any]
     ):
-        self._file, self.name, self.shape, self.format = file, name, shape, format
-        self.offset, self.nbytes, self.recorded = offset, nbytes, recorded
-
-    @property
-    def vector(self) -> bool:
-        return len(self.shape) < 2
-
-    @property
-    def rows(self) -> int:
-        """Rows of `columns` weights: a vector is one, further leading dimensions count as more rows."""
-        return 1 if self.vector else math.prod(self.shape[:-1])
-
-    @property
-    def columns(self) -> int:
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def address(self) -> int:
-        """Where the tensor's bytes are in memory, as long as the file is open."""
-        return self._file.address + self.offset
+        super().__init__(name, shape, format, nbytes, recorded)
+        self._file, self.offset = file, offset
 
     def raw(self) -> np.ndarray:
-        """uint8[nbytes]: the tensor's bytes, a read-only view of the file."""
         return self._file.bytes[self.offset : self.offset + self.nbytes]
 
-    def tiles(self) -> np.ndarray | None:
-        """uint8[nbytes]: the tiles, a read-only view of the file; None for a vector."""
-        return None if self.vector else self.raw()
-
-    def blocks(self, rows: slice | None = None) -> np.ndarray | None:
-        """uint8[blocks_shape] (quant/block.py), a new array; None for a vector. Raises FormatError if the format is not installed."""
-        if self.vector:
-            return None
-        start, stop, step = (slice(None) if rows is None else rows).indices(self.rows)
-        low, high = (start, stop) if step > 0 else (stop + 1, start + 1)
-        parts = [self._part(format, *piece) for format in [get_format(self.format)] for piece in self._pieces(low, high)]
-        found = np.concatenate(parts) if len(parts) != 1 else parts[0]
-        return found if step == 1 else found[::step] if step > 0 else found[::-1][::-step]
-
-    def float32(self, rows: slice | None = None) -> np.ndarray:
-        """The values as a new float32 array of `shape`, or float32[n, columns] for a slice of the rows.
-
-        Raises FormatError if the format is not installed.
-        """
-        if self.vector:
-            values = self.raw().view("<f4").astype(np.float32)
-            return values.reshape(self.shape) if rows is None else values.reshape(1, -1)[rows]
-        format = get_format(self.format)
-        if rows is not None and rows.step not in (None, 1):
-            found = self.blocks(rows)
-            assert found is not None
-            return format.decode(found, self.columns)
-        start, stop, _ = (slice(None) if rows is None else rows).indices(self.rows)
-        values = np.empty((max(stop - start, 0), self.columns), np.float32)
-        done = 0
-        for piece in self._pieces(start, stop):
-            part = format.decode(self._part(format, *piece), self.columns)
-            values[done : done + len(part)] = part
-            done += len(part)
-        return values.reshape(self.shape) if rows is None else values
-
-    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(matrix, first row in it, last row in it + 1), of a moderate size and cut at groups of ROWS rows."""
-        height = self.shape[-2]
-        most = max(ROWS, _DECODE // self.columns // ROWS * ROWS)
-        if stop <= start:
-            yield 0, 0, 0
-        while start < stop:
-            matrix, row = divmod(start, height)
-            end = min(height, row + stop - start, row - row % ROWS + most)
-            yield matrix, row, end
-            start += end - row
-
-    def _part(self, format: BlockFormat, matrix: int, start: int, stop: int) -> np.ndarray:
-        height, columns = self.shape[-2:]
-        whole, group = format.tiles_nbytes(height, columns), format.tiles_nbytes(ROWS, columns)
-        first, last = start // ROWS, -(-stop // ROWS)
-        at = self.offset + matrix * whole
-        tiles = self._file.bytes[at + first * group : at + last * group]
-        rows = min(height, last * ROWS) - first * ROWS
-        if rows <= 0:
-            return np.empty(format.blocks_shape(0, columns), np.uint8)
-        return format.untile(tiles, rows, columns)[start - first * ROWS : stop - first * ROWS]
+    def release(self, rows: RowSlice = None) -> None:
+        if rows is None:
+            self._file.release(self.offset, self.nbytes)
 
     def __repr__(self) -> str:
         return f"<NativeTensor {printable(self.name, 80)} {self.format} {self.shape}>"
@@ -241,7 +159,7 @@ class NativeFile(MappedFile):
                 raise TensorError(self.path, problem, where=entry.name, offset=entry.at)
             needed = 4 * math.prod(shape)
         elif format is not None:
-            needed = format.tiles_nbytes(*shape[-2:]) * math.prod(shape[:-2])
+            needed = tiles_nbytes(format, shape)
         else:
             needed = nbytes  # a format of a package that is not installed: its tensors can be listed and verified, not read
         if needed != nbytes:

@@ -16,6 +16,7 @@ from .. import file_keys
 from ..errors import OutputError, printable
 from ..gguf.table_writer import Declared, Pieces, TableWriter
 from ..gguf.values import ValueType, encode_entry, encode_value
+from ..tile_tensor import tiles_nbytes
 from . import structure
 
 _SLACK = 1 << 14  # bytes of the head kept free for metadata and method names that come while tensors are written
@@ -55,7 +56,7 @@ class NativeWriter(TableWriter):
                 raise OutputError(self.path, f"tensor {printable(name, 80)}: one dimension is stored as f32, not as {format}")
             nbytes = 4 * math.prod(shape)
         else:
-            nbytes = get_format(format).tiles_nbytes(int(shape[-2]), int(shape[-1])) * math.prod(map(int, shape[:-2]))
+            nbytes = tiles_nbytes(get_format(format), shape)
         if format not in self._formats:
             self._formats.append(format)
         self._declare(name, shape, self._formats.index(format), nbytes)

@@ -11,7 +11,7 @@ from halfbyte.quant.jit.arguments import pack, parse
 KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
 _SLOTS = (ctypes.c_int64 * 16)()
 
-CLAIMED = ("matmul", "gated")
+CLAIMED = ("matmul", "gated", "expert_matmul", "expert_gated", "expert_sum")
 """Kernels that take a span of units instead of the number of workers."""
 
 

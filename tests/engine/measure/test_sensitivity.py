@@ -181,7 +181,7 @@ def values_of(matrix):
     """What a loaded matrix is run with."""
     loaded = matrix._loaded
     form = get_format(loaded.format)
-    return form.decode(form.untile(loaded.tiles, matrix.rows, matrix.columns), matrix.columns)
+    return form.decode(form.untile(loaded.tiles(), matrix.rows, matrix.columns), matrix.columns)
 
 
 def draw(rows=20, columns=64, seed=0):

@@ -10,8 +10,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from halfbyte.formats.conversion.tile_store import TilesTensor, TileStore
+from halfbyte.formats.conversion.tile_store import TileStore
 from halfbyte.formats.errors import OutputError
+from halfbyte.formats.tile_tensor import ArrayTiles
 from halfbyte.quant.block import get_format
 from halfbyte.quant.encoders import encode
 
@@ -34,7 +35,7 @@ def test_what_is_read_is_what_was_put(tmp_path, name, columns):
         stored = store.put("blk.0.x.weight", (41, columns), name, [tiles[:cut], tiles[cut:]], {})
         assert (stored.name, stored.shape, stored.format, stored.nbytes) == ("blk.0.x.weight", (41, columns), name, tiles.size)
         assert (stored.rows, stored.columns, stored.vector) == (41, columns, False)
-        for tensor in (stored, TilesTensor("memory", (41, columns), name, tiles)):
+        for tensor in (stored, ArrayTiles("memory", (41, columns), name, tiles)):
             np.testing.assert_array_equal(tensor.tiles(), tiles)
             for rows in SLICES:
                 at = slice(None) if rows is None else rows
@@ -43,7 +44,7 @@ def test_what_is_read_is_what_was_put(tmp_path, name, columns):
 
 
 def test_a_long_matrix_is_decoded_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfbyte.formats.conversion.tile_store._DECODE", 2048)
+    monkeypatch.setattr("halfbyte.formats.tile_tensor._DECODE", 2048)
     form, weights = get_format("q4_0"), matrix(150, 64)
     with TileStore(tmp_path) as store:
         tensor = store.put("x", (150, 64), "q4_0", [encode(form, weights, "tiles").data], {})

@@ -88,7 +88,7 @@ def test_slices_of_rows(sample, name, rows):
 
 
 def test_large_matrices_are_decoded_piece_by_piece(tmp_path, monkeypatch):
-    monkeypatch.setattr("halfbyte.formats.hbf.reader._DECODE", 1)
+    monkeypatch.setattr("halfbyte.formats.tile_tensor._DECODE", 1)
     write(tmp_path / "a.hbf")
     with NativeFile(tmp_path / "a.hbf") as file:
         for name, (array, kind) in matrices().items():
