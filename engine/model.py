@@ -139,7 +139,7 @@ class Model:
         """
         with self.lock:
             jobs, wanted = list(work), list(requests)
-            self._chooser.check(wanted, sum({"last": 1, "all": len(job.ids)}.get(job.outputs, 0) for job in jobs))
+            self._chooser.check(wanted, sum({"last": 1, "all": np.size(job.ids)}.get(job.outputs, 0) for job in jobs))
             return [choice for choices in self._step(jobs, iter(wanted)) for choice in choices]
 
     def _step(self, work: Iterable[Work], requests: Iterator[SampleRequest] | None) -> list[Any]:
@@ -223,7 +223,7 @@ class Model:
         for sequence, ids, _ in part:
             sequence.length += ids.size
         if not outputs:
-            self.workers.run(self.plan, first, self._body)
+            self._go(self._body, first)
             return []
         most = self._limits.outputs
         kept = [self._take(outputs[:most], self._first, first, requests, several or len(outputs) > most)]
@@ -237,13 +237,16 @@ class Model:
         self.builder.outputs.ids[: len(rows)] = rows
         self.builder.outputs.set(len(rows))
         if requests is None:
-            self.workers.run(self.plan, tokens, self.plan.span(first, "head"))
+            self._go(self.plan.span(first, "head"), tokens)
             logits = self._logits.floats(len(rows))[:, : self.vocabulary]
             return logits.copy() if copy else logits
         wanted = list(islice(requests, len(rows)))
         simple = self._chooser.put(wanted)
-        self.workers.run(self.plan, tokens, self.plan.span(first, "sample" if simple else "head"))
+        self._go(self.plan.span(first, "sample" if simple else "head"), tokens)
         return self._chooser.choose(wanted, simple)
+
+    def _go(self, section: Section, tokens: int) -> None:
+        self.workers.run(self.plan, tokens, section)
 
 
 _Slice = tuple[Sequence, np.ndarray, str]

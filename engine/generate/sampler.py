@@ -179,7 +179,7 @@ class Sampler:
             scores[ids] -= times * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
         return scores
 
-    def _draw(self, scores: np.ndarray, peak: np.float32, n: int) -> int:
+    def _draw(self, scores: np.ndarray, peak: np.floating, n: int) -> int:
         """Cuts off by top-k, top-p and min-p, and draws from what is left at the temperature."""
         from .weights import weights
 

@@ -14,7 +14,7 @@ _NEAREST = _ONE(3 << 22)
 _COEFFICIENTS = [_ONE(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)]
 
 
-def weights(logits: np.ndarray, largest: float, scale: float) -> np.ndarray:
+def weights(logits: np.ndarray, largest: float | np.floating, scale: float) -> np.ndarray:
     """float64[n] in [0, 1], multiples of 2^-34, of float32[n] logits that are at most `largest`."""
     with np.errstate(over="ignore", invalid="ignore"):
         x = (logits - _ONE(largest)) * _ONE(scale)

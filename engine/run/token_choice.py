@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -146,10 +146,14 @@ class TokenChoice:
         runs = -(-columns // structs.SAMPLE_RUN)
         own, width = Plan(), runs * structs.SAMPLE_RUN_BYTES
         self._table = np.zeros((rows, len(_FIELD)), np.int64)
+        self._rows = logits.address + logits.width * np.arange(rows)
+        self._table[:, _LOGITS] = self._rows
         work, results = own.buffer("sample.work", rows * width, width), own.buffer("sample.results", rows * SAMPLED_BYTES, SAMPLED_BYTES)
-        self._shared = {"step": step.address, "table": self._table.ctypes.data, "columns": columns, "work": work, "work_row": width}
-        self._results = {"results": results}
-        self._scratch = {
+        self._shared: dict[str, Any] = {
+            "step": step.address, "table": self._table.ctypes.data, "columns": columns, "work": work, "work_row": width
+        }  # fmt: skip
+        self._results: dict[str, Any] = {"results": results}
+        self._scratch: dict[str, Any] = {
             "scratch": own.buffer("sample.scratch", workers.count * structs.SAMPLE_SCRATCH), "scratch_worker": structs.SAMPLE_SCRATCH
         }  # fmt: skip
         self._out = results.array[: rows * SAMPLED_BYTES].view(np.int64).reshape(rows, -1)
@@ -179,7 +183,7 @@ class TokenChoice:
         for t, request in enumerate(requests):
             row = self._table[t]
             row[:] = request.record
-            row[_LOGITS] = self._logits.address + t * self._logits.width
+            row[_LOGITS] = self._rows[t]
             adjusted = request.adjusted
             if adjusted is not None and adjusted.count:
                 arrays = (adjusted.ids, adjusted.bias, adjusted.seen, adjusted.said, adjusted.raw)
