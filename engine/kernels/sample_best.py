@@ -22,7 +22,6 @@ from ...quant.jit.simd import (
     load,
     lowest_bit,
     mask_bits,
-    shift_right_signed,
     store,
     where,
     zeros,
@@ -105,7 +104,7 @@ def thin_out(scratch, found, key):
 def keys(x):
     """key_of, lane by lane."""
     bits = f32_bits(x)
-    return bits ^ (shift_right_signed(bits, 31) & 0x7FFFFFFF)
+    return bits ^ where(less(bits, zeros(I32)), zeros(I32) + 0x7FFFFFFF, 0)
 
 
 @inline
