@@ -74,7 +74,8 @@ def between(low, high, eighths, by_value, scratch):
 
 @inline
 def shares_above(shares, x, key):
-    return to_f64(where(less(x, vector_of(key)), 0, shares))
+    """float64 shares, but 0 where the logit does not reach the key."""
+    return where(less(x, vector_of(key)), 0, shares)
 
 
 @inline
@@ -92,7 +93,7 @@ def sum_reaching(count, key, scratch):
     """Of what was taken out: the sum of what reaches a key."""
     sums = zeros(F64)
     for i in range((count + 15) // 16):
-        sums += shares_above(load(F32, scratch + SHARES + 64 * i), load(F32, scratch + VALUES + 64 * i), key)
+        sums += shares_above(to_f64(load(F32, scratch + SHARES + 64 * i)), load(F32, scratch + VALUES + 64 * i), key)
     return lanes_sum(sums)
 
 
@@ -122,7 +123,7 @@ def seek(row, columns, largest, by_weight, target, low, high, above, scratch):
             s1, s2, s3, s4, s5, s6, s7 = zeros(F64), zeros(F64), zeros(F64), zeros(F64), zeros(F64), zeros(F64), zeros(F64)
             for c in range(0, columns, 16):
                 x = read(row, c, columns)
-                share = weights(x, largest, float32(1)) if by_weight else one
+                share = to_f64(weights(x, largest, float32(1)) if by_weight else one)
                 s1, s2, s3 = s1 + shares_above(share, x, k1), s2 + shares_above(share, x, k2), s3 + shares_above(share, x, k3)
                 s4, s5, s6 = s4 + shares_above(share, x, k4), s5 + shares_above(share, x, k5), s6 + shares_above(share, x, k6)
                 s7 = s7 + shares_above(share, x, k7)
