@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as List
 from contextlib import ExitStack
 from types import TracebackType
@@ -29,8 +29,10 @@ from .run.cache import Sequence
 from .text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from .generate.generation import Piece
-    from .generate.sampler import SamplingParams
+    from .generate.answer import Answer
+    from .generate.params import SamplingParams
+    from .generate.sampler import Sampled, Sampler
+    from .run.token_choice import Choice, SampleRequest
     from .text.template import ChatTemplate
 
 __all__ = ["Engine", "Sequence", "Work"]
@@ -86,6 +88,10 @@ class Engine:
         """Runs tokens of any number of sequences at once; see Model.step."""
         return self.model.step(work)
 
+    def sample(self, work: Iterable[Work], requests: Iterable[SampleRequest]) -> list[Choice]:
+        """Runs such a step and chooses a token from each output, without giving the logits; see Model.sample."""
+        return self.model.sample(work, requests)
+
     def logits(self, token_ids: List[int]) -> np.ndarray:
         """float32[n, vocabulary]: the logits after each of the n tokens."""
         sequence = self.open_sequence()
@@ -105,6 +111,15 @@ class Engine:
         Valid until the next step.
         """
         return self.model.step([Work(sequence, token_ids)])[0]
+
+    def extend_sequence(self, sequence: Sequence, token_ids: List[int]) -> None:
+        """Puts these tokens behind what the sequence holds."""
+        self.model.step([Work(sequence, token_ids, "none")])
+
+    def sample_next(self, sequence: Sequence, token_ids: List[int], sampler: Sampler) -> Sampled:
+        """Puts these tokens behind what the sequence holds, and chooses the one after them. Raises LogitsError, SamplingError."""
+        request = sampler.request(self.model.vocabulary)
+        return sampler.sampled(self.model.sample([Work(sequence, token_ids)], [request])[0])
 
     def truncate_sequence(self, sequence: Sequence, length: int) -> None:
         """Forgets all but the first `length` tokens of a sequence; whole pages behind them are free at once."""
@@ -141,17 +156,18 @@ class Engine:
         params: SamplingParams | None = None,
         progress: Callable[[int, int], None] | None = None,
         **sampling: Any,
-    ) -> Iterator[Piece]:
-        """The answer to a prompt, piece by piece as it is made; the last piece has a finish reason.
+    ) -> Answer:
+        """The answer to a prompt: an iterator of pieces, as they are made; the last piece has a finish reason. The Answer also keeps
+        the whole text, ids, log-probabilities and timings.
 
         prompt    text to continue, messages ({"role", "content"}) for the chat template, or token ids
         params    or its fields as keywords: temperature, top_k, top_p, min_p, repetition_penalty, frequency_penalty, presence_penalty,
                   logit_bias, seed, stop, stop_ids, max_tokens, logprobs. Greedy by default
         progress  progress(done, total) while a long prompt is read
-        Closing the iterator frees the sequence.
+        Closing the answer, or dropping it, frees the sequence.
         """
-        from .generate.generation import generate
-        from .generate.sampler import SamplingParams
+        from .generate.answer import Answer
+        from .generate.params import SamplingParams
 
         if params is not None and sampling:
             raise TypeError("give SamplingParams or its fields, not both")
@@ -164,7 +180,7 @@ class Engine:
         else:
             ids = _whole_numbers(prompt)
         continues = not (len(prompt) > 0 and isinstance(prompt[0], Mapping))
-        return generate(self, ids, params or SamplingParams(**sampling), progress, continues=continues)
+        return Answer(self, ids, params or SamplingParams(**sampling), progress, continues)
 
     # ---- end ---------------------------------------------------------------------------------------------------------
 

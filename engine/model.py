@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from .plan.builder import Builder, Limits, split_sequences
 from .plan.plan import Plan, Section
 from .run.cache import CacheFullError, Sequence, SequenceError, cache_of
 from .run.rope import RopeTables, rope_tables
+from .run.token_choice import Choice, SampleRequest, TokenChoice
 from .run.weights import Weights
 from .run.workers import Workers
 
@@ -103,14 +105,16 @@ class Model:
             self.builder = Builder(self.weights, self.cache, cache_type, limits, "int8" if compute == "int8" else "f32")
             write_plan(self.builder, checkpoint, self._rope)
             self.plan: Plan = self.builder.plan
+            self._logits = self.plan.results["logits"]
+            self._chooser = TokenChoice(self.workers, self.builder.outputs, self._logits, self.vocabulary, limits.outputs)
+            self._chooser.add_to(self.plan)
             self.plan.link(report and (lambda done, total: report("kernels", done, total)))
         except BaseException:
             self.workers.close()
             raise
         sections = list(self.plan.sections)
-        self._body, self._head = self.plan.span(sections[0], sections[-2]), self.plan.sections["head"]
-        self._all = self.plan.span(sections[0], "head")
-        self._logits = self.plan.results["logits"]
+        self._first = sections[0]
+        self._body = self.plan.span(self._first, sections[sections.index("head") - 1])
 
     def step(self, work: Iterable[Work]) -> np.ndarray:
         """Runs tokens of any number of sequences, prefill and decode mixed; their keys and values are then in the cache.
@@ -121,9 +125,25 @@ class Model:
         them. Raises TokenError, ContextError, CacheFullError, SequenceError, ModelError before anything is run or kept.
         """
         with self.lock:
-            return self._step(work)
+            kept = self._step(work, None)
+            if len(kept) == 1:
+                return kept[0]
+            return np.concatenate(kept) if kept else np.zeros((0, self.vocabulary), np.float32)
 
-    def _step(self, work: Iterable[Work]) -> np.ndarray:
+    def sample(self, work: Iterable[Work], requests: Iterable[SampleRequest]) -> list[Choice]:
+        """Runs a step as `step` does, and chooses a token from each of its outputs where they lie.
+
+        requests: what is wanted of each output, in order; an object for each. Like logits, choices do not depend on what else is in the
+        step. Logits that no token can be chosen from are no error of the step: their Choice says so. Raises what `step` raises, and
+        SampleError, before anything is run or kept.
+        """
+        with self.lock:
+            jobs, wanted = list(work), list(requests)
+            self._chooser.check(wanted, sum({"last": 1, "all": np.size(job.ids)}.get(job.outputs, 0) for job in jobs))
+            return [choice for choices in self._step(jobs, iter(wanted)) for choice in choices]
+
+    def _step(self, work: Iterable[Work], requests: Iterator[SampleRequest] | None) -> list[Any]:
+        """What `_take` gives for each run of the head. Logits are copied where there are several."""
         if self._closed:
             raise ModelError("the model is closed: open it again")
         jobs: list[_Slice] = [(w.sequence, self._checked(w), w.outputs) for w in work]
@@ -138,13 +158,10 @@ class Model:
                     self.cache.truncate(sequence, sequence.length)
             raise
         parts = list(_parts(jobs, self._limits.tokens, self._limits.sequences))
-        kept: list[np.ndarray] = []
+        kept: list[Any] = []
         for part in parts:
-            logits = self._run(part)
-            if len(parts) == 1:
-                return logits
-            kept.append(logits.copy())
-        return np.concatenate(kept) if kept else np.zeros((0, self.vocabulary), np.float32)
+            kept += self._run(part, requests, len(parts) > 1)
+        return kept
 
     def release(self, sequence: Sequence) -> None:
         """Frees the pages of a sequence."""
@@ -185,8 +202,8 @@ class Model:
             raise ContextError(f"{work.sequence.length + ids.size} tokens do not fit the context of {self.context}")
         return ids
 
-    def _run(self, part: list[_Slice]) -> np.ndarray:
-        """One run of the plan, and more of the head if there are many outputs."""
+    def _run(self, part: list[_Slice], requests: Iterator[SampleRequest] | None, several: bool) -> list[Any]:
+        """One run of the plan, and more of the head if there are many outputs. several: other runs follow, or came before."""
         step, first = self.builder.step, 0
         outputs: list[int] = []
         lone = len(part) <= split_sequences(self._limits)
@@ -205,25 +222,28 @@ class Model:
         step.set(first, len(part))
         for sequence, ids, _ in part:
             sequence.length += ids.size
-        most = self._limits.outputs
         if not outputs:
             self._go(self._body, first)
-            return np.zeros((0, self.vocabulary), np.float32)
-        self._set_outputs(outputs[:most])
-        self._go(self._all, first)
-        if len(outputs) <= most:
-            return self._logits.floats(len(outputs))[:, : self.vocabulary]
-        kept = [self._logits.floats(most)[:, : self.vocabulary].copy()]
+            return []
+        most = self._limits.outputs
+        kept = [self._take(outputs[:most], self._first, first, requests, several or len(outputs) > most)]
         for at in range(most, len(outputs), most):
             rows = outputs[at : at + most]
-            self._set_outputs(rows)
-            self._go(self._head, max(len(rows), 2))
-            kept.append(self._logits.floats(len(rows))[:, : self.vocabulary].copy())
-        return np.concatenate(kept)
+            kept.append(self._take(rows, "head", max(len(rows), 2), requests, True))
+        return kept
 
-    def _set_outputs(self, rows: list[int]) -> None:
+    def _take(self, rows: list[int], first: str, tokens: int, requests: Iterator[SampleRequest] | None, copy: bool) -> Any:
+        """Runs the plan from a section on for these outputs: their logits, or the choices for the next requests."""
         self.builder.outputs.ids[: len(rows)] = rows
         self.builder.outputs.set(len(rows))
+        if requests is None:
+            self._go(self.plan.span(first, "head"), tokens)
+            logits = self._logits.floats(len(rows))[:, : self.vocabulary]
+            return logits.copy() if copy else logits
+        wanted = list(islice(requests, len(rows)))
+        simple = self._chooser.put(wanted)
+        self._go(self.plan.span(first, "sample" if simple else "head"), tokens)
+        return self._chooser.choose(wanted, simple)
 
     def _go(self, section: Section, tokens: int) -> None:
         self.workers.run(self.plan, tokens, section)

@@ -20,13 +20,13 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
-from .qrun import SAMPLING
 from .terminal.command_line import Parser, check_ranges
 from .terminal.console import UsageError, run
+from .terminal.sampling import add_sampling_options, sampling_params
 
 if TYPE_CHECKING:
-    from ..engine.generate.sampler import SamplingParams
-    from .compare.answers import Answer, LogitFile
+    from ..engine.generate.params import SamplingParams
+    from .compare.answers import LogitFile, ModelAnswer
     from .compare.models import Candidate
     from .compare.prompts import Prompt
 
@@ -56,9 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="the system message")
     add("--raw", action="store_true", help="no chat template: the models continue the prompts")
     add("--max-tokens", "-n", metavar="N", type=int, default=MAX_TOKENS, help=f"the most tokens of an answer (default {MAX_TOKENS})")
-    for option, other, field, type, metavar, text in SAMPLING:
-        if field in _OPTIONS:
-            add(*filter(None, (option, other)), dest=field, type=type, metavar=metavar, help=text)
+    add_sampling_options(parser, MAX_TOKENS, _OPTIONS)
     add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products; f32 is exact and slower")
     add("--threads", "-t", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
     add("--json", action="store_true", help="print one JSON object")
@@ -78,8 +76,8 @@ def _main(argv: Sequence[str] | None) -> int:
     check_ranges(arguments, (("max_tokens", 1, 1 << 20), ("threads", 1, 512)))
     if arguments.raw and arguments.system is not None:
         raise UsageError("--system needs the chat template that --raw turns off")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    params = _sampling(arguments)
+    # If no seed is given it is drawn here, so that all models have the same.
+    params = sampling_params(arguments, seed=int.from_bytes(os.urandom(4), "little"))
     from ..formats.sources import resolve_source
     from .compare.models import survey
     from .compare.prompts import gather
@@ -117,19 +115,6 @@ def _main(argv: Sequence[str] | None) -> int:
     return 0
 
 
-def _sampling(arguments: argparse.Namespace) -> SamplingParams:
-    """The sampling parameters; the seed, if none is given, is drawn here, so that all models have the same."""
-    from ..engine.generate.sampler import SamplingError, SamplingParams
-
-    given = {field: getattr(arguments, field) for field in _OPTIONS if getattr(arguments, field) is not None}
-    given.setdefault("seed", int.from_bytes(os.urandom(4), "little"))
-    try:
-        return SamplingParams(**given, max_tokens=arguments.max_tokens)
-    except SamplingError as error:
-        option = next(option for option, _, field, *_ in SAMPLING if field == error.field)
-        raise UsageError(option + str(error)[len(error.field) :]) from None
-
-
 def _compare(
     models: Sequence[Candidate], prompts: Sequence[Prompt], params: SamplingParams, arguments: argparse.Namespace
 ) -> dict[str, Any]:
@@ -141,7 +126,7 @@ def _compare(
     if not arguments.json:
         from .compare.text import print_prompt
 
-    answers: list[list[Answer]] = [[] for _ in prompts]
+    answers: list[list[ModelAnswer]] = [[] for _ in prompts]
     done: list[dict[str, Any]] = []
     threads = arguments.threads or physical_cores()
     with ExitStack() as stack:
@@ -187,15 +172,15 @@ def _answers(
     first: Candidate,
     params: SamplingParams,
     kept: LogitFile | None,
-    before: Sequence[Sequence[Answer]],
+    before: Sequence[Sequence[ModelAnswer]],
     status: _Status,
-) -> Generator[Answer]:
+) -> Generator[ModelAnswer]:
     """A model's answers, prompt by prompt, with their agreement with the first model's (`before`), whose logits are kept for that.
 
     settings: compute, threads and context of the engine, which nothing refers to any more at the end: its memory is free then.
     """
     from ..engine.engine import Engine
-    from ..engine.generate.generation import PromptError
+    from ..engine.generate.answer import PromptError
     from ..engine.generate.sampler import LogitsError
     from .compare.answers import agreement, answer
     from .compare.models import CompareError

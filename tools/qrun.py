@@ -19,33 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .terminal.command_line import Parser
 from .terminal.console import UsageError, run, safe_text
+from .terminal.sampling import add_sampling_options, sampling_params, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from ..engine.engine import Engine
-    from ..engine.generate.generation import GenerationState, Piece, TokenLogprob
-    from ..engine.generate.sampler import SamplingParams
-
-
-def _whole(least: int) -> Any:
-    def number(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be {least} or more, not {value}")
-        return value
-
-    return number
-
-
-def _real(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+    from ..engine.generate.answer import Answer
+    from ..engine.generate.params import SamplingParams
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -61,23 +42,6 @@ MOST_TOKENS = 1024
 
 LONGEST_PROMPT = 1 << 24
 """Most bytes that are read from stdin: several million tokens."""
-
-SAMPLING = (
-    # option, another spelling, field of SamplingParams, type, metavar, help
-    ("--max-tokens", "-n", "max_tokens", _whole(0), "N", f"the most tokens of an answer (default {MOST_TOKENS})"),
-    ("--temperature", "--temp", "temperature", _real, "T", "0: the likeliest token, always (default); 1: the model's own spread"),
-    ("--top-k", None, "top_k", _whole(0), "K", "choose among the K likeliest tokens (default 0: all)"),
-    ("--top-p", None, "top_p", _real, "P", "among the likeliest that together reach probability P (default 1: all)"),
-    ("--min-p", None, "min_p", _real, "P", "among those at least P times as likely as the likeliest (default 0: all)"),
-    ("--repeat-penalty", "--repetition-penalty", "repetition_penalty", _real, "R", "above 1: repeat less (default 1)"),
-    ("--repeat-last-n", None, "repetition_window", _whole(0), "N", "how far the repeat penalty looks back (default 64; 0: all)"),
-    ("--frequency-penalty", None, "frequency_penalty", _real, "F", "taken off a token for each time it was said (default 0)"),
-    ("--presence-penalty", None, "presence_penalty", _real, "F", "taken off a token once it was said (default 0)"),
-    ("--seed", None, "seed", _whole(-(1 << 63)), "N", "same seed, same text (default: another one each time)"),
-    ("--logprobs", None, "logprobs", _whole(0), "N", "with --json: log-probabilities, with N alternatives of each token"),
-)
-"""The options that are one number of SamplingParams."""
-
 
 def parser() -> argparse.ArgumentParser:
     """The command line of qrun, the only place where its options are defined."""
@@ -96,13 +60,12 @@ def parser() -> argparse.ArgumentParser:
     add("--special", action="store_true", help="with --raw: text that spells a special token of the model is that token")
     add("--json", action="store_true", help="print one JSON object: text, token ids, finish reason, timings")
     add("--stop", metavar="TEXT", action="append", default=[], help="end the answer before this text; may be given several times")
-    for option, other, field, type, metavar, text in SAMPLING:
-        add(*filter(None, (option, other)), dest=field, type=type, metavar=metavar, help=text)
+    add_sampling_options(parser, most_tokens=MOST_TOKENS)
     add("--logit-bias", metavar="ID=B", type=_bias, action="append", default=[], help="added to a token's logit; -inf bans it")
     add("--ignore-eos", action="store_true", help="do not end where the model says that its answer is over")
-    add("--threads", "-t", metavar="N", type=_whole(1), help="worker threads (default: the physical cores this process may use)")
+    add("--threads", "-t", metavar="N", type=whole(1), help="worker threads (default: the physical cores this process may use)")
     add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products; f32 is exact and slower")
-    add("--context", "-c", metavar="N", type=_whole(1), help="the most tokens, prompt and answer together")
+    add("--context", "-c", metavar="N", type=whole(1), help="the most tokens, prompt and answer together")
     add("--version", action="version", version=f"qrun {_version()}", help="print the version")
     return parser
 
@@ -146,21 +109,10 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def sampling(arguments: argparse.Namespace) -> SamplingParams:
     """The sampling parameters of a command line. Raises UsageError that names the option."""
-    # A BLAS that numpy brings starts its threads on import, 50 ms; nothing here uses it.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from ..engine.generate.sampler import SamplingError, SamplingParams
-
-    given = {field: getattr(arguments, field) for _, _, field, *_ in SAMPLING}
-    given = {field: value for field, value in given.items() if value is not None}
-    given.setdefault("repetition_window", 64)
-    given.setdefault("max_tokens", MOST_TOKENS)
-    try:
-        return SamplingParams(
-            **given, stop=arguments.stop, logit_bias=dict(arguments.logit_bias), ignore_eos=arguments.ignore_eos
-        )
-    except SamplingError as error:
-        option = next((option for option, _, field, *_ in SAMPLING if field == error.field), "--" + error.field.replace("_", "-"))
-        raise UsageError(option + str(error)[len(error.field) :]) from None
+    return sampling_params(
+        arguments, repetition_window=64, max_tokens=MOST_TOKENS, stop=arguments.stop, logit_bias=dict(arguments.logit_bias),
+        ignore_eos=arguments.ignore_eos,
+    )  # fmt: skip
 
 
 def open_engine(arguments: argparse.Namespace) -> Engine:
@@ -226,20 +178,18 @@ def _prompt(arguments: argparse.Namespace) -> str | None:
 
 def _answer(engine: Engine, arguments: argparse.Namespace, prompt: str, params: SamplingParams, start: float) -> int:
     """One answer on stdout, nothing else there."""
-    from ..engine.generate.generation import GenerationState
-    from ..engine.generate.generation import run as answer
+    from ..engine.generate.answer import Answer
 
     loaded = time.perf_counter()
     ids = _prompt_ids(engine, arguments, prompt)
     _collect_again()
-    state = GenerationState(engine.tokenizer, ids, params, engine.context, continues=arguments.raw or engine.template is None)
-    pieces = answer(engine, state)
+    answer = Answer(engine, ids, params, continues=arguments.raw or engine.template is None)
     if arguments.json:
-        _print_json(state, pieces, start, loaded)
+        _print_json(answer, start, loaded)
     else:
-        _print_text(pieces)
-        if arguments.max_tokens is None and state.finish_reason == "length":
-            print(f"note: the answer was cut off after {len(state.ids)} tokens (--max-tokens, --context)", file=sys.stderr)
+        _print_text(answer)
+        if arguments.max_tokens is None and answer.finish_reason == "length":
+            print(f"note: the answer was cut off after {len(answer.ids)} tokens (--max-tokens, --context)", file=sys.stderr)
     return 0
 
 
@@ -256,14 +206,14 @@ def _prompt_ids(engine: Engine, arguments: argparse.Namespace, prompt: str) -> l
     return engine.prompt_ids(messages)
 
 
-def _print_text(pieces: Iterator[Piece]) -> None:
+def _print_text(answer: Answer) -> None:
     """Writes text as it is made. What a terminal would obey is made visible; a pipe gets the text as it is."""
     out = sys.stdout
     terminal = out.isatty()
     if hasattr(out, "reconfigure"):
         out.reconfigure(errors="replace")  # the locale may lack a character
     last = "\n"
-    for piece in pieces:
+    for piece in answer:
         if piece.text:
             last = piece.text
             out.write(safe_text(last) if terminal else last)
@@ -273,43 +223,35 @@ def _print_text(pieces: Iterator[Piece]) -> None:
         out.flush()
 
 
-def _print_json(state: GenerationState, pieces: Iterator[Piece], start: float, loaded: float) -> None:
+def _print_json(answer: Answer, start: float, loaded: float) -> None:
     import json
 
-    texts: list[str] = []
-    ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    first = None
-    for piece in pieces:
-        first = first or time.perf_counter()
-        texts.append(piece.text)
-        ids += piece.ids
-        logprobs += piece.logprobs or ()
-    end = time.perf_counter()
-    first = first or end
-    steps = len(ids) - 1  # the first token comes with the prompt
-    answer: dict[str, Any] = {
-        "text": "".join(texts),
-        "token_ids": ids,
-        "prompt_token_ids": state.prompt_ids,
-        "finish_reason": state.finish_reason,
-        "seed": state.seed,
+    begun = time.perf_counter()
+    for _ in answer:
+        pass
+    timings = answer.timings
+    said: dict[str, Any] = {
+        "text": answer.text,
+        "token_ids": answer.ids,
+        "prompt_token_ids": answer.prompt_ids,
+        "finish_reason": answer.finish_reason,
+        "seed": answer.seed,
         "timings": {
             "load_s": loaded - start,
-            "prefill_s": first - loaded,
-            "prefill_tok_s": len(state.prompt_ids) / max(first - loaded, 1e-9),
-            "first_token_s": first - start,
-            "decode_s": end - first,
-            "decode_tok_s": steps / max(end - first, 1e-9) if steps > 0 else None,
-            "total_s": end - start,
+            "prefill_s": timings.first_token_s,
+            "prefill_tok_s": timings.prefill_tok_s,
+            "first_token_s": begun + timings.first_token_s - start,
+            "decode_s": timings.decode_s,
+            "decode_tok_s": timings.decode_tok_s,
+            "total_s": time.perf_counter() - start,
         },
     }
-    if state.params.logprobs is not None:
-        answer["logprobs"] = [
-            {"id": id, "logprob": logprob, "top": [{"id": i, "logprob": p} for i, p in top]} for id, logprob, top in logprobs
+    if answer.params.logprobs is not None:
+        said["logprobs"] = [
+            {"id": id, "logprob": logprob, "top": [{"id": i, "logprob": p} for i, p in top]} for id, logprob, top in answer.logprobs
         ]
     # ASCII only: whatever the locale, it is the same JSON
-    print(json.dumps(answer, ensure_ascii=True, allow_nan=False))
+    print(json.dumps(said, ensure_ascii=True, allow_nan=False))
 
 
 def _version() -> str:

@@ -167,3 +167,56 @@ def expert_slots(tokens: int, experts: int, used: int) -> int:
 def route_scratch(experts: int) -> int:
     """Bytes per worker: which experts were chosen already."""
     return -(-4 * experts // 128) * 128
+# ---- choosing tokens (sample_*.py) -----------------------------------------------------------------------------------------
+
+SAMPLE = (
+    "logits mask touched ids bias seen said raw repetition:f32 frequency:f32 presence:f32 "
+    "wants top_k top_p:f64 log_min_p:f64 scale:f32 uniform:f64"
+)
+"""What is asked of a row of logits.
+
+logits      address of float32[columns, padded to 16]
+mask        address of uint32[columns / 32]: bit i % 32 of word i / 32 says that token i may be chosen; 0: all may
+touched     number of tokens with a bias or a penalty, and addresses of what there is for each: ids (int32), bias (float32), seen
+            (int32: > 0 if the repetition penalty applies), said (int32: times in the answer), raw (float32: the logit as it was, out)
+repetition, frequency, presence   the penalties
+wants       WANT_ flags
+top_k       0: all
+log_min_p   natural logarithm of min-p; -inf: all
+scale       1 / temperature
+uniform     the random number, in [0, 1)
+"""
+
+SAMPLE_BYTES = 8 * len(SAMPLE.split())
+
+WANT_SUM, WANT_SPREAD, WANT_BEST, WANT_DRAW = 1, 2, 4, 8
+"""Flags: the sum of weights at temperature 1; the sums at the temperature, for a draw from all tokens; the best SAMPLE_BEST tokens;
+a draw, instead of the largest logit."""
+
+SAMPLED = "status id logit:f32 largest:f32 total:f64 best"
+"""What comes of it, before the lists of the best: int32[SAMPLE_BEST] ids, float32[SAMPLE_BEST] logits, largest first.
+
+status   SAMPLED_ values; with 1 and 2 nothing else is there
+id       the token that was chosen; logit: its logit, with bias and penalties
+largest  the largest logit; total: sum of all tokens' weights at temperature 1, relative to it
+best     length of the lists
+"""
+
+SAMPLED_NOT_FINITE, SAMPLED_NOTHING, SAMPLED_WIDE = 1, 2, 3
+"""A logit is NaN or +inf; no token is left; or the list of the best is too short to say what is kept: all but the id is there."""
+
+SAMPLE_BEST = 256
+SAMPLED_LISTS = 64
+"""Where the lists begin in a result."""
+SAMPLED_BYTES = SAMPLED_LISTS + 8 * SAMPLE_BEST
+
+SAMPLE_RUN = 1024
+"""Columns of a unit of work."""
+SAMPLE_RUN_BYTES = 128
+"""What is known of a run: the largest logit of each lane (16 float32), whether there is a NaN (the largest magnitude's bits), the sums
+of weights at temperature 1 and at the row's (float64)."""
+
+SAMPLE_FOUND = 63 * SAMPLE_BEST + 1024
+"""Room for tokens that may be among the best: see sample_choose.py."""
+SAMPLE_SCRATCH = 64 + 3 * 4 * SAMPLE_FOUND + 2 * 4 * (SAMPLE_BEST + 16)
+"""Bytes per worker."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..engine import Engine
-from ..generate.generation import GenerationState, run
-from ..generate.sampler import SamplingParams
+from ..generate.answer import Answer
+from ..generate.params import SamplingParams
 from ..model import Work
 from ..plan.plan import Plan
 from ..run.cache import Sequence
@@ -79,14 +79,10 @@ def _prefill(engine: Engine, ids: list[int]) -> float:
 
 
 def _decode(engine: Engine, prompt: list[int], tokens: int) -> float:
-    params = SamplingParams(max_tokens=tokens + 1, ignore_eos=True)
-    state = GenerationState(engine.tokenizer, prompt, params, engine.context, continues=True)
-    pieces = run(engine, state)
-    next(pieces)
-    start = time.perf_counter()
-    for _ in pieces:
+    answer = Answer(engine, prompt, SamplingParams(max_tokens=tokens + 1, ignore_eos=True), continues=True)
+    for _ in answer:
         pass
-    return tokens / (time.perf_counter() - start)
+    return tokens / answer.timings.decode_s
 
 
 class MemoryRead:

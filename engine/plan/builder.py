@@ -67,6 +67,10 @@ class StepState:
     def address(self) -> int:
         return self.struct.ctypes.data
 
+    @property
+    def tokens(self) -> int:
+        return int(self.struct[self._fields["tokens"]])
+
     def set(self, tokens: int, sequences: int = 0) -> None:
         self.struct[self._fields["tokens"]] = tokens
         self.struct[self._fields["sequences"]] = sequences

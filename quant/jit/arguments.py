@@ -4,7 +4,7 @@
     ArgumentBlock(FIELDS)                     a Numba type;  a = view(Arguments, address);  a.columns, a.epsilon
     pack(FIELDS, {"step": …})                 the bytes, made without numba
 
-A field is an int64 (addresses, counts), or a float32 in the low half of its 8 bytes with `:f32`.
+A field is an int64 (addresses, counts), a float64 with `:f64`, or a float32 in the low half of its 8 bytes with `:f32`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ArgumentError(HalfbyteError):
 
 
 def parse(fields: str) -> list[tuple[str, str]]:
-    """[(name, "i64" | "f32")] in order."""
+    """[(name, "i64" | "f64" | "f32")] in order."""
     return [(name, kind or "i64") for name, _, kind in (field.partition(":") for field in fields.split())]
 
 
@@ -42,11 +42,11 @@ def pack(fields: str, values: Mapping[str, float]) -> bytearray:
         raise
 
 
-_CODES = {"i64": "q", "f32": "f4x"}
+_CODES = {"i64": "q", "f64": "d", "f32": "f4x"}
 
 
 @cache
 def _layout(fields: str) -> tuple[dict[str, str], struct.Struct]:
-    """({name: "i64" | "f32"} in order, the block)"""
+    """({name: "i64" | "f64" | "f32"} in order, the block)"""
     kinds = dict(parse(fields))
     return kinds, struct.Struct("<" + "".join(map(_CODES.__getitem__, kinds.values())))

@@ -17,8 +17,9 @@ ELEMENTS: dict[str, ir.Type] = {
     "i64": ir.IntType(64),
     "f16": ir.HalfType(),
     "f32": ir.FloatType(),
+    "f64": ir.DoubleType(),
 }
-_I8, _I16, _I32, _I64, _F32 = (ELEMENTS[k] for k in ("i8", "i16", "i32", "i64", "f32"))
+_I8, _I16, _I32, _I64, _F32, _F64 = (ELEMENTS[k] for k in ("i8", "i16", "i32", "i64", "f32", "f64"))
 
 
 def pointer(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -69,7 +70,7 @@ def _width(kind: ir.Type) -> int:
 
 
 def add(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    return b.fadd(x, y) if _element(x) == _F32 else b.add(x, y)
+    return b.fadd(x, y) if _element(x) in (_F32, _F64) else b.add(x, y)
 
 
 def _element(v: ir.Value) -> ir.Type:
@@ -165,6 +166,10 @@ def to_f32(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     scaled = b.bitcast(b.fmul(b.bitcast(magnitude, floats), constant(floats, 2.0**112)), ints)
     special = b.icmp_unsigned(">=", magnitude, constant(ints, 0x0F800000))
     return b.bitcast(b.or_(sign, b.select(special, b.or_(magnitude, constant(ints, 0x7F800000)), scaled)), floats)
+
+
+def to_f64(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    return b.fpext(x, ir.VectorType(_F64, x.type.count))
 
 
 def to_f16(b: ir.IRBuilder, x: ir.Value) -> ir.Value:

@@ -28,6 +28,9 @@ class ArgumentBlockModel(models.PrimitiveModel):
         super().__init__(manager, fe_type, ELEMENTS["i64"])
 
 
+_TYPES = {"i64": types.int64, "f64": types.float64, "f32": types.float32}
+
+
 @infer_getattr
 class ArgumentBlockFields(AttributeTemplate):
     key = ArgumentBlock
@@ -35,7 +38,7 @@ class ArgumentBlockFields(AttributeTemplate):
     def generic_resolve(self, block: ArgumentBlock, name: str) -> types.Type | None:  # type: ignore[override]
         if name not in block.fields:
             return None
-        return types.int64 if block.fields[name][1] == "i64" else types.float32
+        return _TYPES[block.fields[name][1]]
 
 
 @lower_getattr_generic(ArgumentBlock)

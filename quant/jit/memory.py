@@ -33,6 +33,7 @@ load_i32 = _loader(types.int64, "i32", "sext")
 load_u16 = _loader(types.int64, "i16", "zext")
 load_u8 = _loader(types.int64, "i8", "zext")
 load_f32 = _loader(types.float32, "f32")
+load_f64 = _loader(types.float64, "f64")
 
 
 def _storer(stored: str, convert: str | None = None) -> Any:
@@ -44,7 +45,7 @@ def _storer(stored: str, convert: str | None = None) -> Any:
             emit.store(b, v, values[0])
             return context.get_dummy_value()
 
-        wanted = types.float32 if stored == "f32" else types.int64
+        wanted = {"f32": types.float32, "f64": types.float64}.get(stored, types.int64)
         return types.void(address, wanted), codegen
 
     return intrinsic(storer)
@@ -55,6 +56,7 @@ store_i32 = _storer("i32", "trunc")
 store_i16 = _storer("i16", "trunc")
 store_i8 = _storer("i8", "trunc")
 store_f32 = _storer("f32")
+store_f64 = _storer("f64")
 
 
 @intrinsic

@@ -29,7 +29,7 @@ from . import emit
 from .emit import ELEMENTS
 from .target import LANES
 
-FLOATS = ("f32", "f16")
+FLOATS = ("f32", "f16", "f64")
 
 
 class Vector(types.Type):
@@ -56,7 +56,7 @@ class VectorModel(models.PrimitiveModel):
         super().__init__(manager, fe_type, be_type)
 
 
-F32, F16, I32, I16, I8 = Vector("f32"), Vector("f16"), Vector("i32"), Vector("i16"), Vector("i8")
+F64, F32, F16, I32, I16, I8 = Vector("f64"), Vector("f32"), Vector("f16"), Vector("i32"), Vector("i16"), Vector("i8")
 
 
 def tile(vector: Vector, *shape: int) -> Vector:
@@ -215,6 +215,7 @@ exp = _operation(emit.exp, 1, doc="e**x of f32 lanes, about 2 ulp; exactly 0 bel
 to_i32 = _operation(emit.to_i32, 1, "i32", doc="f32 lanes to i32, towards zero; i8 and i16 lanes sign-extended")
 to_u32 = _operation(emit.to_u32, 1, "i32", doc="i8 and i16 lanes zero-extended to i32")
 to_f32 = _operation(emit.to_f32, 1, "f32", doc="f16, i32 or bf16-in-i16 lanes as f32: i16 lanes are bf16 bit patterns")
+to_f64 = _operation(emit.to_f64, 1, "f64", doc="f32 lanes widened")
 to_f16 = _operation(emit.to_f16, 1, "f16", doc="f32 lanes rounded to f16, ties to even")
 to_bytes = _operation(emit.to_bytes, 1, "i8", doc="the low byte of each i32 lane")
 bits_as_f32 = _operation(emit.bits_as_f32, 1, "f32", doc="i32 lanes reinterpreted")
@@ -399,7 +400,7 @@ def _reduction(combine: Callable[..., ir.Value], doc: str) -> Any:
     """One scalar from the lanes of a vector, in a fixed tree, so that no compiler chooses the order of a sum."""
 
     def reduce(typing_context, vector):
-        scalar = {"f32": types.float32, "i32": types.int32}[vector.element]
+        scalar = {"f64": types.float64, "f32": types.float32, "i32": types.int32}[vector.element]
 
         def codegen(context, b, sig, values):
             return emit.tree(b, values[0], combine)
@@ -412,6 +413,37 @@ def _reduction(combine: Callable[..., ir.Value], doc: str) -> Any:
 
 lanes_sum = _reduction(emit.add, "Sum of all lanes: halves folded onto each other, 8, 4, 2, 1.")
 lanes_max = _reduction(emit.maximum, "Largest lane.")
+lanes_min = _reduction(emit.minimum, "Smallest lane.")
+
+
+@intrinsic
+def mask_bits(typing_context, mask):
+    """The lanes of a mask as the low bits of an int64, lane 0 lowest."""
+
+    def codegen(context, b, sig, values):
+        return b.zext(b.bitcast(values[0], ir.IntType(mask.lanes)), ELEMENTS["i64"])
+
+    return types.int64(mask), codegen
+
+
+@intrinsic
+def lowest_bit(typing_context, bits):
+    """Number of the lowest bit that is set in an int64; 64 if none is."""
+
+    def codegen(context, b, sig, values):
+        return emit.call(b, "llvm.cttz.i64", ELEMENTS["i64"], values[0], ir.Constant(ELEMENTS["i1"], 0))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def count_bits(typing_context, bits):
+    """How many bits of an int64 are set."""
+
+    def codegen(context, b, sig, values):
+        return emit.call(b, "llvm.ctpop.i64", ELEMENTS["i64"], values[0])
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic

@@ -10,7 +10,7 @@ import pytest
 
 from halfbyte import Engine
 from halfbyte.engine.engine import Work
-from halfbyte.engine.generate.generation import PromptError
+from halfbyte.engine.generate.answer import PromptError
 from halfbyte.engine.kernels.structs import PAGE
 from halfbyte.engine.model import ContextError, ModelError, TokenError
 from halfbyte.engine.run.cache import CacheFullError, PagedCache, Sequence

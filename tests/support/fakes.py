@@ -82,6 +82,12 @@ class FakeEngine:
         del sequence.ids[length:]
         sequence.said = None
 
+    def extend_sequence(self, sequence, token_ids):
+        self.next_logits(sequence, token_ids)
+
+    def sample_next(self, sequence, token_ids, sampler):
+        return sampler.sample(self.next_logits(sequence, token_ids))
+
     def next_logits(self, sequence, token_ids):
         assert id(sequence) in self.open, "a step on a sequence that is closed"
         if self.hook is not None:

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from halfbyte.engine.generate.generation import PromptError
-from halfbyte.engine.generate.sampler import SamplingError, SamplingParams
+from halfbyte.engine.generate.answer import PromptError
+from halfbyte.engine.generate.params import SamplingError, SamplingParams
 from halfbyte.tools.chat import chat
 from halfbyte.tools.chat.chat import ChatError, Commands, Conversation
 from support import fakes
@@ -29,7 +29,7 @@ def test_a_conversation_remembers():
     talk = conversation("one", "two", system="S")
     assert (ask(talk, "1?"), ask(talk, "2?")) == ("one", "two")
     assert talk.engine.prompts[1] == b"s:S\nu:1?\na:one\nu:2?\na:"
-    assert talk.last.tokens == 3 and talk.last.reason == "stop" and talk.total.tokens == 6
+    assert len(talk.last.ids) == 3 and talk.last.finish_reason == "stop" and talk.said == 6
     assert talk.engine.fed[1][0] == list(b"\nu:2?\na:"), "only what is new is computed"
     assert len(talk.engine.open) == 1
     talk.close()
@@ -60,7 +60,7 @@ def test_a_question_that_cannot_fit_changes_nothing():
 def test_an_answer_that_fills_the_context_ends_with_length():
     talk = conversation("a" * 500, context=60)
     said = ask(talk, "1?")
-    assert talk.last.reason == "length" and len(said) == 60 - len(b"u:1?\na:")
+    assert talk.last.finish_reason == "length" and len(said) == 60 - len(b"u:1?\na:")
 
 
 def test_stopping_keeps_what_was_said():
@@ -68,7 +68,7 @@ def test_stopping_keeps_what_was_said():
     shown = []
     for text in talk.ask("1?", lambda: len(shown) >= 3):
         shown.append(text)
-    assert talk.messages[-1] == {"role": "assistant", "content": "abc"} and talk.last.reason is None
+    assert talk.messages[-1] == {"role": "assistant", "content": "abc"} and talk.last.finish_reason is None
     ask(talk, "2?")
     assert talk.engine.prompts[1] == b"u:1?\na:abc\nu:2?\na:"
 

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from halfbyte import Engine
-from halfbyte.engine.generate.sampler import Sampler, SamplingError, SamplingParams
+from halfbyte.engine.generate.params import SamplingError, SamplingParams
+from halfbyte.engine.generate.sampler import Sampler
 from halfbyte.engine.model import ModelError, TokenError, Work
 from halfbyte.engine.run.cache import CacheFullError, SequenceError
 from halfbyte.engine.text.template import ChatTemplate, TemplateError

@@ -19,14 +19,15 @@ import pytest
 
 from halfbyte import Engine
 from halfbyte.engine import engine as engine_module
-from halfbyte.engine.generate.sampler import SamplingParams
+from halfbyte.engine.generate.answer import Timings
+from halfbyte.engine.generate.params import SamplingParams
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
 from halfbyte.formats.errors import InputError
 from halfbyte.formats.opening import open_checkpoint
 from halfbyte.tools import qcompare
 from halfbyte.tools.compare import answers as compare_answers
-from halfbyte.tools.compare.answers import Answer, LogitFile
+from halfbyte.tools.compare.answers import LogitFile, ModelAnswer
 from halfbyte.tools.compare.data import prompt_data, summary
 from halfbyte.tools.compare.html import compare_html
 from halfbyte.tools.compare.models import Candidate, CompareError
@@ -203,7 +204,7 @@ def said(*tokens, end=None):
     for token in tokens:
         text += token
         ends.append(len(text))
-    return Answer(1, [sum(token.encode()) for token in tokens], end, text, ends, "length" if end is None else "stop")
+    return ModelAnswer(Timings(1), [sum(token.encode()) for token in tokens], end, text, ends, "length" if end is None else "stop")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import halfbyte
-from halfbyte.engine.generate.sampler import SamplingParams
+from halfbyte.engine.generate.params import SamplingParams
 from halfbyte.tools import qrun
 from support import fakes
 

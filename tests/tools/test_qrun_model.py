@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import halfbyte
-from halfbyte.engine.generate.sampler import SamplingParams
+from halfbyte.engine.generate.params import SamplingParams
 from halfbyte.tools.chat.chat import Conversation
 from support import fakes, tiny
 
@@ -68,7 +68,7 @@ def test_a_conversation_is_what_it_would_be_without_a_memory(model):
             before = [*talk.messages, {"role": "user", "content": question}]
             said = "".join(talk.ask(question))
             assert said == "".join(p.text for p in engine.generate(before, params))
-        assert talk.last.reused > 30
+        assert talk.last.timings.reused > 30
         talk.close()
         assert engine.model.cache.free_positions == free
 

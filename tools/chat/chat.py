@@ -13,14 +13,14 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...engine.generate.generation import GenerationState, Memory, run
-from ...engine.generate.sampler import SamplingParams
+from ...engine.generate.answer import Answer
+from ...engine.generate.kept_sequence import KeptSequence
+from ...engine.generate.params import SamplingParams
 from ...quant.errors import HalfbyteError
 from ..terminal.console import print_error, safe_text
 
@@ -43,37 +43,21 @@ class Stopped(Exception):
     """Ctrl-C while an answer is made."""
 
 
-@dataclass(slots=True)
-class Stats:
-    """What an answer took. Times in seconds; `reused`: tokens of the prompt that were computed in an earlier turn."""
-
-    prompt_tokens: int = 0
-    reused: int = 0
-    tokens: int = 0
-    first_token: float = 0.0
-    decode: float = 0.0
-    reason: str | None = None
-
-    @property
-    def speed(self) -> float | None:
-        """Tokens per second after the first; None for an answer too short to say."""
-        return (self.tokens - 1) / self.decode if self.tokens > 1 and self.decode > 0 else None
-
-
 class Conversation:
     """Messages, and the answers of a model to them.
 
     messages: of the roles user and assistant in turn; system: the system message, or None for what the template has.
-    forgotten: turns that the last question pushed out of the context. last: the Stats of the last answer.
+    forgotten: turns that the last question pushed out of the context. last: the last Answer, or None.
+    asked, said: tokens of all prompts and of all answers.
     """
 
     def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None, name: str = ""):
         self.engine, self.params, self.system, self.name = engine, params, system, name
         self.messages: list[Message] = []
         self.forgotten = 0
-        self.last = Stats()
-        self.total = Stats()
-        self._memory = Memory(engine)
+        self.last: Answer | None = None
+        self.asked = self.said = 0
+        self._sequence = KeptSequence(engine)
 
     def ask(self, question: str, stop: Callable[[], bool] = lambda: False) -> Iterator[str]:
         """The answer to a question, as it is made. `stop` is asked between tokens, and between parts of a long prompt.
@@ -83,14 +67,19 @@ class Conversation:
         """
         kept, ids = self._fit({"role": "user", "content": question})
         self.forgotten = (len(self.messages) + 1 - len(kept)) // 2
-        return self._answer(GenerationState(self.engine.tokenizer, ids, self.params, self.engine.context), kept, stop)
+
+        def check(done: int, total: int) -> None:
+            if stop():
+                raise Stopped
+
+        return self._pieces(Answer(self.engine, ids, self.params, check, kept=self._sequence), kept, stop)
 
     def reset(self) -> None:
         self.messages.clear()
 
     def close(self) -> None:
         """Frees what the conversation holds of the KV cache."""
-        self._memory.close()
+        self._sequence.close()
 
     def to_json(self) -> dict[str, Any]:
         """What /save keeps."""
@@ -137,20 +126,11 @@ class Conversation:
                 return kept, ids
             del kept[:2]
 
-    def _answer(self, state: GenerationState, kept: list[Message], stop: Callable[[], bool]) -> Iterator[str]:
-        def check(done: int, total: int) -> None:
-            if stop():
-                raise Stopped
-
-        stats = Stats(prompt_tokens=len(state.prompt_ids))
-        said: list[str] = []
-        start = first = time.perf_counter()
+    def _pieces(self, answer: Answer, kept: list[Message], stop: Callable[[], bool]) -> Iterator[str]:
+        begun = False
         try:
-            for piece in run(self.engine, state, check, self._memory):
-                if not said:
-                    first = time.perf_counter()
-                stats.tokens += len(piece.ids)
-                said.append(piece.text)
+            for piece in answer:
+                begun = True
                 if piece.text:
                     yield piece.text
                 if stop() and piece.finish_reason is None:
@@ -158,13 +138,11 @@ class Conversation:
         except Stopped:
             pass
         finally:
-            stats.first_token, stats.decode = first - start, time.perf_counter() - first
-            stats.reason, stats.reused = state.finish_reason, self._memory.reused
-            self.last = stats
-            self.total.prompt_tokens += stats.prompt_tokens
-            self.total.tokens += stats.tokens
-            if said:
-                self.messages = [*kept, {"role": "assistant", "content": "".join(said)}]
+            self.last = answer
+            self.asked += len(answer.prompt_ids)
+            self.said += len(answer.ids)
+            if begun:
+                self.messages = [*kept, {"role": "assistant", "content": answer.text}]
 
 
 HELP = """\
@@ -236,16 +214,17 @@ class Commands:
         return f"{name:20} {json.dumps(self.conversation._sampling()[name])}"
 
     def do_stats(self, rest: str) -> str:
-        last, total, engine = self.conversation.last, self.conversation.total, self.conversation.engine
-        if not total.prompt_tokens:
+        talk = self.conversation
+        last, turns = talk.last, len(talk.messages) // 2
+        if last is None:
             return "nothing was asked yet"
-        speed = f"{last.speed:.1f} tokens/s" if last.speed else "too short to say how fast"
-        turns = len(self.conversation.messages) // 2
+        timings = last.timings
+        speed = f"{timings.decode_tok_s:.1f} tokens/s" if timings.decode_tok_s else "too short to say how fast"
         return (
-            f"last answer    {last.prompt_tokens} tokens in ({last.reused} from before), {last.tokens} out, {speed}\n"
-            f"first token    after {last.first_token:.2f} s\n"
-            f"whole chat     {total.prompt_tokens} tokens in, {total.tokens} out, {turns} turns kept\n"
-            f"context        {last.prompt_tokens + last.tokens} of {engine.context} tokens"
+            f"last answer    {timings.prompt_tokens} tokens in ({timings.reused} from before), {len(last.ids)} out, {speed}\n"
+            f"first token    after {timings.first_token_s:.2f} s\n"
+            f"whole chat     {talk.asked} tokens in, {talk.said} out, {turns} turns kept\n"
+            f"context        {timings.prompt_tokens + len(last.ids)} of {talk.engine.context} tokens"
         )
 
     def do_save(self, rest: str) -> str:
@@ -417,17 +396,19 @@ def _turn(conversation: Conversation, question: str) -> None:
         finally:
             answer.close()  # type: ignore[attr-defined]
             sys.stdout.write("\n")
-    stats = conversation.last
-    speed = f", {stats.speed:.1f} tokens/s" if stats.speed else ""
-    end = {"stop": "", "length": _why_length(conversation), None: "; stopped"}[stats.reason]
-    _note(f"{stats.tokens} tokens{speed}, first after {stats.first_token:.2f} s{end}")
+    last = conversation.last
+    if last is None:  # broken off before the answer began
+        return
+    speed = f", {last.timings.decode_tok_s:.1f} tokens/s" if last.timings.decode_tok_s else ""
+    end = {"stop": "", "length": _why_length(last), None: "; stopped"}[last.finish_reason]
+    _note(f"{len(last.ids)} tokens{speed}, first after {last.timings.first_token_s:.2f} s{end}")
 
 
-def _why_length(conversation: Conversation) -> str:
-    stats, params = conversation.last, conversation.params
-    if params.max_tokens is not None and stats.tokens >= params.max_tokens:
-        return f"; ended at max_tokens (/set max_tokens {2 * params.max_tokens or 100} allows more)"
-    return f"; the context of {conversation.engine.context} tokens is full (--context N makes it larger)"
+def _why_length(answer: Answer) -> str:
+    most = answer.params.max_tokens
+    if most is not None and len(answer.ids) >= most:
+        return f"; ended at max_tokens (/set max_tokens {2 * most or 100} allows more)"
+    return f"; the context of {len(answer.prompt_ids) + len(answer.ids)} tokens is full (--context N makes it larger)"
 
 
 def _note(text: str) -> None:

@@ -7,7 +7,6 @@ its logits at every token of its answers; these lie in a temporary file, as llam
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from ...engine.engine import Engine, Work
-from ...engine.generate.generation import GenerationState, Memory, run
-from ...engine.generate.sampler import SamplingParams
+from ...engine.generate.answer import Answer, Timings
+from ...engine.generate.params import SamplingParams
+from ...engine.generate.sampler import Sampled, Sampler
 from ...engine.measure.token_errors import kl_divergence
 from ..terminal.display import size_text
 from .models import CompareError
@@ -41,24 +41,21 @@ class Agreement:
 
 
 @dataclass
-class Answer:
-    """What a model said to a prompt, and how long that took.
+class ModelAnswer:
+    """What a model said to a prompt, and how long that took. It does not hold on to the model.
 
     ids            tokens of the answer; `end` is the one that ended it, None if it was cut off
     ends           for each token, how many characters of the text there were once it was said
-    first_token_s  seconds until the first token; decode_s: seconds for all that came after it
     row            where the logits of its tokens begin in the LogitFile
     agreement      with the answer of the first model, where it was measured
     """
 
-    prompt_tokens: int
+    timings: Timings
     ids: list[int] = field(default_factory=list)
     end: int | None = None
     text: str = ""
     ends: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    first_token_s: float = 0.0
-    decode_s: float = 0.0
     row: int = 0
     agreement: Agreement | None = None
 
@@ -66,11 +63,6 @@ class Answer:
     def chosen(self) -> list[int]:
         """Every token that the model chose: those of the answer, and the one that ended it."""
         return self.ids if self.end is None else [*self.ids, self.end]
-
-    @property
-    def decoded(self) -> int:
-        """Tokens that `decode_s` was spent on: all that were chosen but the first."""
-        return max(0, len(self.chosen) - 1)
 
 
 class LogitFile:
@@ -117,14 +109,19 @@ def _keeping(nbytes: int) -> Iterator[None]:
         ) from None
 
 
-class _Watched(Memory):
-    """A sequence that shows the logits of the last step (valid until the next)."""
+class _Watched:
+    """An engine of which the logits of the last step are wanted (valid until the next): it chooses from them in NumPy."""
 
-    logits: np.ndarray | None = None
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.logits: np.ndarray | None = None
 
-    def next_logits(self, ids: list[int]) -> np.ndarray:
-        self.logits = super().next_logits(ids)
-        return self.logits
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def sample_next(self, sequence: Any, token_ids: Sequence[int], sampler: Sampler) -> Sampled:
+        self.logits = self._engine.next_logits(sequence, token_ids)
+        return sampler.sample(self.logits)
 
 
 def answer(
@@ -134,35 +131,25 @@ def answer(
     continues: bool = False,
     keep: LogitFile | None = None,
     advance: Callable[[int], None] = lambda tokens: None,
-) -> Answer:
+) -> ModelAnswer:
     """The answer to a prompt. keep: where the logits of its tokens go. advance(tokens): called as the answer grows.
 
     Only the time that the model takes is counted, not that of keeping logits or showing progress.
     Raises PromptError, LogitsError; CompareError if logits cannot be kept.
     """
-    found = Answer(len(ids), row=0 if keep is None else keep.rows)
-    sequence = _Watched(engine)
+    watched = None if keep is None else _Watched(engine)
+    made = Answer(watched or engine, ids, params, continues=continues)
+    found = ModelAnswer(made.timings, row=0 if keep is None else keep.rows)
     try:
-        state = GenerationState(engine.tokenizer, ids, params, engine.context, continues)
-        pieces = run(engine, state, memory=sequence)
-        while found.finish_reason is None:
-            start = time.perf_counter()
-            piece = next(pieces)
-            spent = time.perf_counter() - start
-            if found.first_token_s == 0.0:
-                found.first_token_s = spent
-            else:
-                found.decode_s += spent
-            if keep is not None and sequence.logits is not None:
-                keep.append(sequence.logits)
-            found.ids += piece.ids
-            found.text += piece.text
-            found.ends += [len(found.text)] * len(piece.ids)
-            found.finish_reason = piece.finish_reason
-            advance(len(found.ids))
-        found.end = state.matched if isinstance(state.matched, int) else None
+        for piece in made:
+            if keep is not None and watched is not None and watched.logits is not None:
+                keep.append(watched.logits)
+            found.ends += [len(made.text)] * len(piece.ids)
+            advance(len(found.ends))
     finally:
-        sequence.close()
+        made.close()
+    found.ids, found.text, found.finish_reason = made.ids, made.text, made.finish_reason
+    found.end = made.matched if isinstance(made.matched, int) else None
     return found
 
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ...engine.generate.generation import common_prefix
-from .answers import Answer
+from ...engine.generate.kept_sequence import common_prefix
+from .answers import ModelAnswer
 from .models import Candidate
 from .prompts import Prompt
 
 
-def prompt_data(prompt: Prompt, models: Sequence[Candidate], answers: Sequence[Answer]) -> dict[str, Any]:
+def prompt_data(prompt: Prompt, models: Sequence[Candidate], answers: Sequence[ModelAnswer]) -> dict[str, Any]:
     """One prompt and the answers of all models to it, in the models' order. See docs/comparing.md for the keys."""
     first = answers[0]
     return {
@@ -23,7 +23,7 @@ def prompt_data(prompt: Prompt, models: Sequence[Candidate], answers: Sequence[A
     }
 
 
-def _answer(model: Candidate, answer: Answer, first: Answer | None) -> dict[str, Any]:
+def _answer(model: Candidate, answer: ModelAnswer, first: ModelAnswer | None) -> dict[str, Any]:
     equal = at = same = None
     if first is not None:
         equal, at, same = _difference(answer, first, model.same_tokens)
@@ -33,12 +33,12 @@ def _answer(model: Candidate, answer: Answer, first: Answer | None) -> dict[str,
         "model": model.name,
         "text": answer.text,
         "token_ids": answer.ids,
-        "prompt_tokens": answer.prompt_tokens,
+        "prompt_tokens": answer.timings.prompt_tokens,
         "finish_reason": answer.finish_reason,
-        "first_token_s": answer.first_token_s,
-        "decode_tok_s": _ratio(answer.decoded, answer.decode_s),
-        "decoded_tokens": answer.decoded,
-        "decode_s": answer.decode_s,
+        "first_token_s": answer.timings.first_token_s,
+        "decode_tok_s": answer.timings.decode_tok_s,
+        "decoded_tokens": answer.timings.decoded,
+        "decode_s": answer.timings.decode_s,
         "equal_tokens": equal,
         "differs_at": at,
         "same": same,
@@ -48,7 +48,7 @@ def _answer(model: Candidate, answer: Answer, first: Answer | None) -> dict[str,
     }
 
 
-def _difference(answer: Answer, first: Answer, same_tokens: bool) -> tuple[int, int | None, bool]:
+def _difference(answer: ModelAnswer, first: ModelAnswer, same_tokens: bool) -> tuple[int, int | None, bool]:
     """(equal tokens at the start; the character where the answer leaves the first model's, None if nowhere; whether they are the same).
 
     If tokens mean different things, texts are compared, and tokens are counted whose text ends before the difference.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...engine.generate.generation import PromptError
+from ...engine.generate.answer import PromptError
 from ...engine.text.template import ChatTemplate, TemplateError
 from ...engine.text.tokenizer import Tokenizer
 from ...formats.checkpoint import Checkpoint, model_name

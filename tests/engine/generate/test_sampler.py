@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.engine.generate.sampler import LogitsError, Sampler, SamplingError, SamplingParams
+from halfbyte.engine.generate.params import SamplingError, SamplingParams
+from halfbyte.engine.generate.sampler import LogitsError, Sampler
 from halfbyte.quant.errors import HalfbyteError
 
 

@@ -3,14 +3,15 @@
 import gc
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfbyte.engine.generate import generation
-from halfbyte.engine.generate.generation import GenerationState, Piece, PromptError, generate
-from halfbyte.engine.generate.sampler import LogitsError, SamplingError, SamplingParams
+from halfbyte.engine.generate import answer as answering
+from halfbyte.engine.generate.answer import Answer, Piece, PromptError
+from halfbyte.engine.generate.kept_sequence import KeptSequence, common_prefix
+from halfbyte.engine.generate.params import SamplingError, SamplingParams
+from halfbyte.engine.generate.sampler import LogitsError, Sampled
 from support import fakes
 
 FakeEngine, EOS, MARK = fakes.FakeEngine, fakes.EOS, fakes.MARK
@@ -19,7 +20,7 @@ PROMPT = list(b"Hi")
 
 
 def run(engine, prompt=PROMPT, **params):
-    pieces = list(generate(engine, prompt, SamplingParams(**params)))
+    pieces = list(Answer(engine, prompt, SamplingParams(**params)))
     assert not engine.open, "the sequence was not freed"
     assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
     return "".join(p.text for p in pieces), [i for p in pieces for i in p.ids], pieces[-1].finish_reason
@@ -34,7 +35,7 @@ def test_an_answer_until_the_end_of_text():
 
 def test_text_comes_as_it_is_made():
     engine = FakeEngine("abc")
-    pieces = generate(engine, PROMPT)
+    pieces = Answer(engine, PROMPT)
     assert next(pieces) == Piece("a", (97,), None, None)
     assert len(engine.fed[0]) == 1, "one step per piece, none ahead"
     assert next(pieces).text == "b"
@@ -42,7 +43,7 @@ def test_text_comes_as_it_is_made():
 
 def test_a_character_of_several_tokens_is_held_back_until_whole():
     engine = FakeEngine("é€😀")
-    pieces = list(generate(engine, PROMPT))
+    pieces = list(Answer(engine, PROMPT))
     assert [p.text for p in pieces] == ["", "é", "", "", "€", "", "", "", "😀", ""]
     assert "".join(p.text for p in pieces) == "é€😀"
 
@@ -82,19 +83,19 @@ def test_a_prompt_that_fills_the_context_exactly():
 def test_a_prompt_longer_than_the_context_is_an_error_with_both_numbers():
     engine = FakeEngine("Hello", context=8)
     with pytest.raises(PromptError, match=r"9 tokens.*holds 8"):
-        generate(engine, [65] * 9)  # at once, not at the first piece
+        Answer(engine, [65] * 9)  # at once, not at the first piece
     assert engine.fed == []
 
 
 def test_an_empty_prompt_is_an_error():
     with pytest.raises(PromptError, match="empty"):
-        generate(FakeEngine("Hello"), [])
+        Answer(FakeEngine("Hello"), [])
 
 
 def test_long_prompts_go_in_chunks(monkeypatch):
-    monkeypatch.setattr(generation, "CHUNK", 4)
+    monkeypatch.setattr(answering, "CHUNK", 4)
     engine, calls = FakeEngine("Hello"), []
-    pieces = generate(engine, [65] * 10, progress=lambda done, total: calls.append((done, total)))
+    pieces = Answer(engine, [65] * 10, progress=lambda done, total: calls.append((done, total)))
     assert "".join(p.text for p in pieces) == "Hello"
     assert [len(ids) for ids in engine.fed[0][:3]] == [4, 4, 2]
     assert calls == [(0, 10), (4, 10), (8, 10)]
@@ -133,10 +134,10 @@ def test_a_stop_string_that_is_complete_only_when_the_detokenizer_ends():
 def test_the_state_says_what_ended_it():
     for params, matched in (({}, EOS), ({"stop": ["l"]}, "l"), ({"stop_ids": [108]}, 108), ({"max_tokens": 2}, None)):
         engine = FakeEngine("Hello")
-        state = GenerationState(engine.tokenizer, PROMPT, SamplingParams(**params), engine.context)
-        list(generation.run(engine, state))
-        assert state.matched == matched
-        assert state.feed == []
+        answer = Answer(engine, PROMPT, SamplingParams(**params))
+        list(answer)
+        assert answer.matched == matched
+        assert answer.feed == []
 
 
 @settings(max_examples=150, deadline=None)
@@ -166,20 +167,20 @@ def test_streamed_pieces_are_the_text_cut_at_the_first_stop(script, stops, limit
 def test_the_first_space_belongs_to_an_answer_that_continues_a_text():
     engine = FakeEngine(" Paris")
     engine.tokenizer.strips_space = True
-    assert "".join(p.text for p in generate(engine, PROMPT)) == "Paris"
-    assert "".join(p.text for p in generate(engine, PROMPT, continues=True)) == " Paris"
+    assert "".join(p.text for p in Answer(engine, PROMPT)) == "Paris"
+    assert "".join(p.text for p in Answer(engine, PROMPT, continues=True)) == " Paris"
 
 
 # --- what else ------------------------------------------------------------------------------------------------------------------
 
 
 def test_logprobs_belong_to_the_tokens():
-    pieces = list(generate(FakeEngine("ab"), PROMPT, SamplingParams(logprobs=2)))
+    pieces = list(Answer(FakeEngine("ab"), PROMPT, SamplingParams(logprobs=2)))
     assert [len(p.logprobs or ()) for p in pieces] == [1, 1, 0]
     first = pieces[0].logprobs[0]
     assert first.id == 97 and first.top[0] == (97, first.logprob) and len(first.top) == 2
     assert first.logprob == pytest.approx(-math.log1p((fakes.VOCABULARY - 1) * math.exp(-20)), abs=1e-6)
-    assert all(p.logprobs is None for p in generate(FakeEngine("ab"), PROMPT))
+    assert all(p.logprobs is None for p in Answer(FakeEngine("ab"), PROMPT))
 
 
 def test_same_seed_same_text_and_unset_seeds_differ():
@@ -198,49 +199,47 @@ def test_penalties_see_the_prompt_and_the_answer():
     assert run(FakeEngine("j"), max_tokens=1, repetition_penalty=10.0, logit_bias={120: 12.0})[1] == [ord("j")]
 
 
-def test_many_states_in_one_loop_give_what_each_gives_alone():
+def test_many_answers_in_one_loop_give_what_each_gives_alone():
     """What a server does: one step for all, whatever each of them needs next."""
     scripts = ["first answer", "2nd", "the third one"]
     engines = [FakeEngine(script) for script in scripts]
-    states = [GenerationState(e.tokenizer, PROMPT, SamplingParams(stop=["answer"]), e.context) for e in engines]
+    states = [Answer(e, PROMPT, SamplingParams(stop=["answer"])) for e in engines]
     sequences = [e.open_sequence() for e in engines]
     texts = ["", "", ""]
     while any(state.finish_reason is None for state in states):
         for i, state in enumerate(states):
             if state.finish_reason is None:
-                texts[i] += state.push(engines[i].next_logits(sequences[i], state.feed)).text
+                texts[i] += state.push(engines[i].sample_next(sequences[i], state.feed, state.sampler)).text
     assert texts == ["first ", "2nd", "the third one"]
     with pytest.raises(RuntimeError, match="over"):
-        states[0].push(np.zeros(fakes.VOCABULARY, np.float32))
+        states[0].push(Sampled(0, None, None))
 
 
-def test_a_memory_computes_only_what_is_new():
+def test_a_kept_sequence_computes_only_what_is_new():
     engine = FakeEngine("one", "two", "six", "ten", context=200)
-    memory = generation.Memory(engine)
+    kept = KeptSequence(engine)
 
     def answer(prompt):
-        state = GenerationState(engine.tokenizer, list(prompt), SamplingParams(), engine.context)
-        return "".join(p.text for p in generation.run(engine, state, memory=memory))
+        return "".join(p.text for p in Answer(engine, list(prompt), kept=kept))
 
-    assert answer(b"first?") == "one" and memory.reused == 0
-    assert answer(b"first?one, second?") == "two" and memory.reused == len(b"first?one")  # goes on
-    assert answer(b"first?one, third?") == "six" and memory.reused == len(b"first?one, ")  # branches off
-    assert answer(b"first?one") == "ten" and memory.reused == len(b"first?on")  # a beginning of it: one token is fed
+    assert answer(b"first?") == "one" and kept.reused == 0
+    assert answer(b"first?one, second?") == "two" and kept.reused == len(b"first?one")  # goes on
+    assert answer(b"first?one, third?") == "six" and kept.reused == len(b"first?one, ")  # branches off
+    assert answer(b"first?one") == "ten" and kept.reused == len(b"first?on")  # a beginning of it: one token is fed
     assert engine.prompts == [b"first?", b"first?one, second?", b"first?one, third?", b"first?one"]
     assert [feeds[0] for feeds in engine.fed] == [list(b"first?"), list(b", second?"), list(b"third?"), list(b"e")]
     assert len(engine.open) == 1
-    memory.close()
-    memory.close()
+    kept.close()
+    kept.close()
     assert not engine.open
 
 
-def test_a_memory_forgets_all_after_an_error_in_a_step():
+def test_a_kept_sequence_forgets_all_after_an_error_in_a_step():
     engine = FakeEngine("one", "two", context=200)
-    memory = generation.Memory(engine)
+    kept = KeptSequence(engine)
 
     def answer(prompt):
-        state = GenerationState(engine.tokenizer, list(prompt), SamplingParams(), engine.context)
-        return "".join(p.text for p in generation.run(engine, state, memory=memory))
+        return "".join(p.text for p in Answer(engine, list(prompt), kept=kept))
 
     def fail(sequence, ids):
         if ids == [110]:
@@ -251,19 +250,19 @@ def test_a_memory_forgets_all_after_an_error_in_a_step():
         answer(b"first?")
     assert not engine.open
     engine.hook = None
-    assert answer(b"first?") == "two" and memory.reused == 0
+    assert answer(b"first?") == "two" and kept.reused == 0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=8), st.lists(st.integers(0, 2), max_size=8))
 def test_common_prefix(a, b):
-    n = generation.common_prefix(a, b)
+    n = common_prefix(a, b)
     assert a[:n] == b[:n] and (n == min(len(a), len(b)) or a[n] != b[n])
 
 
 def test_closing_frees_the_sequence():
     engine = FakeEngine("Hello")
-    pieces = generate(engine, PROMPT)
+    pieces = Answer(engine, PROMPT)
     next(pieces)
     assert engine.open
     pieces.close()
@@ -272,7 +271,7 @@ def test_closing_frees_the_sequence():
 
 def test_dropping_frees_the_sequence():
     engine = FakeEngine("Hello")
-    pieces = generate(engine, PROMPT)
+    pieces = Answer(engine, PROMPT)
     next(pieces)
     del pieces
     gc.collect()
@@ -289,12 +288,12 @@ def test_an_error_in_a_step_frees_the_sequence(error):
 
     engine.hook = fail
     with pytest.raises(error if isinstance(error, type) else type(error)):
-        list(generate(engine, PROMPT))
+        list(Answer(engine, PROMPT))
     assert not engine.open
 
 
 def test_progress_may_end_it(monkeypatch):
-    monkeypatch.setattr(generation, "CHUNK", 4)
+    monkeypatch.setattr(answering, "CHUNK", 4)
     engine = FakeEngine("Hello")
 
     def progress(done, total):
@@ -302,12 +301,12 @@ def test_progress_may_end_it(monkeypatch):
             raise TimeoutError
 
     with pytest.raises(TimeoutError):
-        list(generate(engine, [65] * 12, progress=progress))
+        list(Answer(engine, [65] * 12, progress=progress))
     assert not engine.open and len(engine.fed[0]) == 1
 
 
 def test_a_bias_outside_the_vocabulary_is_named():
     engine = FakeEngine("Hello")
     with pytest.raises(SamplingError, match="logit_bias"):
-        list(generate(engine, PROMPT, SamplingParams(logit_bias={10**6: 1.0})))
+        list(Answer(engine, PROMPT, SamplingParams(logit_bias={10**6: 1.0})))
     assert not engine.open
