@@ -7,6 +7,7 @@ whole rows are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +39,10 @@ class RowsView(Tensor):
         self.name, self.shape, self.format = name, shape, base.format
         self._base, self._index = base, index
         self.nbytes = base.nbytes * self.size // max(base.size, 1)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        return self._base.recorded if self.size == self._base.size else {}  # the same rows in another order
 
     def _read(self, rows: RowSlice, read: Callable[[slice], np.ndarray | None]) -> np.ndarray | None:
         """What `read` gives for the rows, which are read as one run from the first to the last of them."""

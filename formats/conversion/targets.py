@@ -32,6 +32,11 @@ class Target:
     tensor: Tensor
     parts: tuple[Tensor, ...]
 
+    @property
+    def shown(self) -> str:
+        """What it is called in results: the canonical tensor that it is, or its own name where it is made of several."""
+        return self.parts[0].name if len(self.parts) == 1 and self.parts[0].size == self.tensor.size else self.tensor.name
+
 
 def targets(checkpoint: Checkpoint, kind: Literal["gguf", "huggingface"], spell: Callable[[str], str] = lambda name: name) -> list[Target]:
     """The tensors of a file of a kind. spell: the file's name of what expressions name.
@@ -72,15 +77,16 @@ class TensorWriter(Protocol):
 
 def write_tensors(
     writer: TensorWriter,
+    found: Sequence[Target],
     jobs: Sequence[tuple[Job, Choice]],
     result: ConversionResult,
     threads: int | None,
     allow_nonfinite: bool,
     advance: Callable[[int], None],
 ) -> None:
-    """Encodes the jobs' tensors and writes them in order; `result` takes what became of each."""
+    """Encodes the tensors of the targets by their jobs and writes them in order; `result` takes what became of each."""
     encoded = streams([job for job, _ in jobs], threads or logical_processors(), allow_nonfinite=allow_nonfinite, advance=advance)
     with closing(encoded):
-        for stream, (job, choice) in zip(encoded, jobs, strict=True):
+        for stream, target, (job, choice) in zip(encoded, found, jobs, strict=True):
             writer.write(job.tensor.name, stream.pieces)
-            result.tensors.append(tensor_result(job, choice, stream.measure, stream.nbytes))
+            result.tensors.append(replace(tensor_result(job, choice, stream.measure, stream.nbytes), name=target.shown))

@@ -44,7 +44,8 @@ def export_gguf(
         raise RecipeError(f"{checkpoint.path.name}: holds weights only; a GGUF file needs the config.json and tokenizer.json of its model")
     if recipe is not None:
         recipe.check_without_inputs()
-    jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in targets(checkpoint, "gguf")]
+    found = targets(checkpoint, "gguf")
+    jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in found]
     main = recipe.asked if recipe else main_format(jobs)
     result = ConversionResult(Path(output), "gguf", main, files_nbytes(checkpoint))
     result.notes += requantization_note(jobs)
@@ -54,7 +55,7 @@ def export_gguf(
             writer.add(key, value, *_type(key))
         for job, _ in jobs:
             writer.declare(job.tensor.name, job.tensor.shape, _gguf_type(job.format))
-        write_tensors(writer, jobs, result, threads, allow_nonfinite, advance)
+        write_tensors(writer, found, jobs, result, threads, allow_nonfinite, advance)
     result.bytes_after = os.stat(output).st_size
     result.notes += replacement_note(result)
     return result

@@ -53,7 +53,8 @@ def export_huggingface(
         raise RecipeError(f"{checkpoint.path.name}: holds weights only; a folder needs the config.json and tokenizer.json of their model")
     if recipe is not None:
         recipe.check_without_inputs()
-    jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in targets(checkpoint, "huggingface", _spelled)]
+    made = targets(checkpoint, "huggingface", _spelled)
+    jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in made]
     main = main_format(jobs)
     result = ConversionResult(Path(output), "safetensors", recipe.asked if recipe else main, files_nbytes(checkpoint))
     result.notes += requantization_note(jobs)
@@ -63,7 +64,7 @@ def export_huggingface(
         with ShardedWriter(folder, shard_bytes=shard_bytes) as writer:
             for job, _ in jobs:
                 writer.declare(job.tensor.name, job.tensor.shape, job.format)
-            write_tensors(writer, jobs, result, threads, allow_nonfinite, advance)
+            write_tensors(writer, made, jobs, result, threads, allow_nonfinite, advance)
         for name, value in {"config.json": config, "generation_config.json": generation_json(checkpoint), **files}.items():
             _write(folder / name, value)
         result.bytes_after = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

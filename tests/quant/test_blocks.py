@@ -255,7 +255,7 @@ def test_four_bit_formats_search_by_default():
         block_format = get_format(name)
         if not block_format.integers:
             continue
-        expected = "search" if name.startswith(("q4", "iq4")) or name in ROW_SCALED else "nearest"
+        expected = "search" if name.startswith(("q4", "iq4", "mxfp4")) or name in ROW_SCALED else "nearest"
         np.testing.assert_array_equal(block_format.encode(w), block_format.encode(w, method=expected))
         assert (block_format.encode(w, method="nearest") != block_format.encode(w, method="search")).any()
 

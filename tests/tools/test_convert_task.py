@@ -162,13 +162,6 @@ def test_sources_that_cannot_be_run_fall_back_with_a_note(root, tmp_path, wishes
             assert make_task(checkpoint, Wishes(fast=True)).notes == []
 
 
-def test_an_architecture_without_an_engine_falls_back(root, monkeypatch):
-    with open_checkpoint(root / "m") as checkpoint:
-        monkeypatch.setattr(checkpoint, "architecture", "starcoder2")
-        found = make_task(checkpoint, Wishes())
-    assert found.way == "plain" and "starcoder2" in found.notes[0] and "quantized without looking" in found.notes[0]
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 

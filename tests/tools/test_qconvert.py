@@ -164,7 +164,7 @@ def test_non_finite_weights(tmp_path):
 
 
 def test_an_unexpected_error_is_one_line(tmp_path):
-    code = "import halfbyte.formats.checkpoint as c, halfbyte.tools.qconvert as q; c.open_checkpoint = lambda path: 1 / 0; exit(q.main())"
+    code = "import halfbyte.formats.opening as c, halfbyte.tools.qconvert as q; c.open_checkpoint = lambda path: 1 / 0; exit(q.main())"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False, timeout=60)
     assert (
         done.returncode == 1

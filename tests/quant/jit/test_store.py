@@ -95,7 +95,7 @@ def test_the_key_changes_with_the_processor_and_the_loader(warm):
     "file", ["quant/block.py", "quant/jit/simd.py", "quant/deep/new.py", "engine/kernels/matmul.py", "engine/kernels/of/moe.py"]
 )
 def test_the_key_changes_with_every_source_however_deep(tmp_path, monkeypatch, file):
-    monkeypatch.setattr(store, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(store, "PACKAGE", tmp_path)
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("a = 1\n")
     before = store._key()
