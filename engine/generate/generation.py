@@ -149,8 +149,8 @@ class Stepper(Protocol):
     def next_logits(self, sequence: Any, token_ids: Sequence[int]) -> np.ndarray:
         """Puts ids behind a sequence and gives the logits after the last: float32[vocabulary]."""
 
-    def truncate_sequence(self, sequence: Any, length: int) -> None:
-        """Forgets all but the first `length` tokens of a sequence."""
+    def truncate_sequence(self, sequence: Any, length: int) -> int:
+        """Forgets all but the first `length` tokens of a sequence, or all of them where these cannot be gone back to. How many are left."""
 
     def close_sequence(self, sequence: Any) -> None:
         """Frees a sequence."""
@@ -177,7 +177,7 @@ class Memory:
             self._sequence, self._ids = self._engine.open_sequence(), []
         self.reused = common_prefix(self._ids, prompt_ids[:-1])
         if self.reused < len(self._ids):
-            self._engine.truncate_sequence(self._sequence, self.reused)
+            self.reused = self._engine.truncate_sequence(self._sequence, self.reused)
             del self._ids[self.reused :]
         return prompt_ids[self.reused :]
 
@@ -185,7 +185,7 @@ class Memory:
         try:
             logits = self._engine.next_logits(self._sequence, ids)
         except BaseException:
-            self.close()  # nobody knows how far the step came
+            self.close()  # an interrupt may have come after the step as well as in the middle of it
             raise
         self._ids += ids
         return logits

@@ -81,6 +81,7 @@ class FakeEngine:
         assert id(sequence) in self.open and length <= len(sequence.ids)
         del sequence.ids[length:]
         sequence.said = None
+        return length
 
     def next_logits(self, sequence, token_ids):
         assert id(sequence) in self.open, "a step on a sequence that is closed"
