@@ -194,10 +194,7 @@ def build(key_size_text: str, value_size_text: str, group_text: str, layout_name
                                     fold(running + r * part, partial + r * part, vectors)
                             for r in range(count):
                                 token, head, total = first + (row + r) // group, h * group + (row + r) % group, running + r * part
-                                if sinking:
-                                    inverse = inverse_with_sink(total, load_f32(a.sinks + 4 * head))
-                                else:
-                                    inverse = inverse_of_sum(total)
+                                inverse = inverse_with_sink(total, load_f32(a.sinks + 4 * head)) if sinking else inverse_of_sum(total)
                                 finish(total, a.out + token * a.out_stride + head * (4 * value_size), value_size, inverse)
                         item += 1
                     row += count

@@ -1,6 +1,7 @@
 """Pages of the KV cache: who has them, groups of layers, windows that leave pages behind, cutting back."""
 
 import gc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_layers_do_not_overlap():
     assert [cache.group(layer) for layer in range(5)] == [0, 1, 0, 1, 2]
     assert PLAIN.page_bytes == 2 * (24 * PAGE + 32 * PAGE) * 2 and wide.page_bytes == (40 + 4 + 16 + 4) * PAGE
     places = sorted((cache.layer(layer), cache.shapes[layer].page_bytes * 4) for layer in range(5))
-    assert all(at + size <= following for (at, size), (following, _) in zip(places, places[1:], strict=False))
+    assert all(at + size <= following for (at, size), (following, _) in pairwise(places))
     assert cache.layer(2) - cache.layer(0) == 4 * PLAIN.page_bytes and cache.layer(0) % 64 == cache.layer(1) % 64 == 0
     assert cache.bytes_per_position == (3 * PLAIN.page_bytes + 2 * wide.page_bytes) / PAGE
     shared = PagedCache([PLAIN, wide, PLAIN], 4, shared=True)
