@@ -41,6 +41,7 @@ _SPELLING = {
     "attention.key_length": "head_dim",
     "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
 
@@ -78,6 +79,7 @@ class Decoder(Family):
                  mlp_bias of the feed-forward matrices; where nothing says so, as in GGUF files, the tensors that are there do
     activations  values of hidden_act, all names of one function, the first as config.json is written
     fused        matrices that lie in one tensor
+    windowed     True if sliding_window of config.json, where it is there and shorter than the context, is the window of every layer
     refused      keys of config.json that must be absent, null or false, because what they ask for is not done
     ropes        the rotary tables by name, from complete metadata; layers use "rope" unless `layer` says otherwise
     layer        gives a layer its own: called with the layer that all have, its number and complete metadata
@@ -89,6 +91,7 @@ class Decoder(Family):
     qkv_bias: Literal["never", "always", "config"] = "never"
     activations: tuple[str, ...] = ("silu", "swish")
     fused: tuple[Fused, ...] = ()
+    windowed: bool = False
     refused: tuple[str, ...] = ()
     ropes: Callable[[Metadata], dict[str, RopeSpec]] = _one_rope
     layer: Callable[[LayerSpec, int, Metadata], LayerSpec] = _as_it_is
@@ -115,6 +118,8 @@ class Decoder(Family):
         head = config.count("head_dim", default=width // heads)
         keys[f"{self.name}.attention.key_length"] = keys[f"{self.name}.attention.value_length"] = head
         keys[f"{self.name}.attention.layer_norm_rms_epsilon"] = config.number("rms_norm_eps", high=1.0)
+        if self.windowed and (window := config.count("sliding_window", default=None)):
+            keys[f"{self.name}.attention.sliding_window"] = window
         ropes, factors, notes = rope.to_gguf(config, self.name, head)
         return keys | ropes | self.more_keys(config), {} if factors is None else {rope.FACTORS: factors}, notes
 
@@ -147,6 +152,7 @@ class Decoder(Family):
             "rms_norm_eps": _short_float(values.number(f"{self.name}.attention.layer_norm_rms_epsilon")),
             "tie_word_embeddings": HEAD not in tensors,
             **rope.to_config(values, self.name, factors),
+            **({"sliding_window": window} if (window := values.get(f"{self.name}.attention.sliding_window", 0, int)) else {}),
             **self.more_config(values),
         }
         if self.qkv_bias == "config":
@@ -180,7 +186,7 @@ class Decoder(Family):
                 raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.{key}' is {size}; {problem}")
         if metadata.get(f"{arch}.expert_count", 0, int):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported yet")
-        if metadata.get(f"{arch}.attention.sliding_window", 0):
+        if metadata.get(f"{arch}.attention.sliding_window", 0) and not self.windowed:
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.attention.sliding_window' is not supported for {arch}")
         base = f"{arch}.rope.freq_base"
         if not metadata.has(base):
@@ -210,15 +216,19 @@ class Decoder(Family):
         if size % 2:
             raise MetadataTypeError(f"{metadata.source}: the head size is {size}; a rotary embedding needs an even one")
         epsilon = metadata.number(f"{arch}.attention.layer_norm_rms_epsilon")
+        window, context = metadata.count(f"{arch}.attention.sliding_window", low=0, default=0), count("context_length", 1 << 31)
         layer = LayerSpec(
-            AttentionSpec(heads, kv_heads, size, count("attention.value_length", 1 << 16), size**-0.5),
+            AttentionSpec(
+                heads, kv_heads, size, count("attention.value_length", 1 << 16), size**-0.5,
+                window=window if window < context else 0,
+            ),
             FeedForwardSpec(count("feed_forward_length"), self.activations[0]),
             epsilon,
         )
         return ModelSpec(
             width=count("embedding_length"),
             vocabulary=count("vocab_size"),
-            context=metadata.count(f"{arch}.context_length"),
+            context=context,
             layers=tuple(self.layer(layer, i, metadata) for i in range(count("block_count", MOST_LAYERS))),
             ropes=self.ropes(metadata),
             epsilon=epsilon,

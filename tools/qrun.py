@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="do not end where the model says that its answer is over")
     add("--threads", "-t", metavar="N", type=_whole(1), help="worker threads (default: the physical cores this process may use)")
     add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products; f32 is exact and slower")
-    add("--kv-type", choices=("f16", "f32", "q8"), help="keys and values in the cache: q8 takes half the room of f16 (default f16; f32 with --compute f32)")
+    add("--kv-type", choices=("f16", "f32", "q8"), help="keys and values in the cache (default f16; q8 takes half of it)")
     add("--context", "-c", metavar="N", type=_whole(1), help="the most tokens, prompt and answer together")
     add("--version", action="version", version=f"qrun {_version()}", help="print the version")
     return parser

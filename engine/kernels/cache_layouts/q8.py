@@ -23,7 +23,7 @@ class Q8Layout(CacheLayout):
     def writer(self, key_size: int, value_size: int) -> CacheWriter:
         from numba import float32
 
-        from ....quant.jit.memory import load_f32, load_i8, store_f32, store_i8
+        from ....quant.jit.memory import load_f32, load_u8, store_f32, store_i8
         from ....quant.jit.piece import inline
         from ....quant.jit.simd import F32, absolute, fma, lanes_max, lanes_sum, load, maximum, round_even, store, to_bytes, to_i32, zeros
 
@@ -68,7 +68,7 @@ class Q8Layout(CacheLayout):
             for c in range(key_chunks):
                 store(room + 64, key_codes(x, c, inverse, room))
                 for i in range(min(16, key_size - 16 * c)):
-                    store_i8(head + (16 * c + i) * PAGE + slot, load_i8(room + 64 + i))
+                    store_i8(head + (16 * c + i) * PAGE + slot, load_u8(room + 64 + i))
             store_f32(head + key_size * PAGE + 4 * slot, scale)
 
         @inline

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from halfbyte.engine.kernels.structs import SPLIT
 from halfbyte.engine.plan.builder import Builder, Limits
+from halfbyte.engine.plan.operands import LayerShape
 from halfbyte.engine.plan.plan import PlanError
-from halfbyte.engine.run.cache import BEHIND, LayerShape, PagedCache, Sequence
+from halfbyte.engine.run.cache import BEHIND, PagedCache, Sequence
 from halfbyte.engine.run.rope import RopeTable
 from halfbyte.engine.run.workers import Workers
 from halfbyte.formats.layers import AttentionSpec
@@ -91,7 +93,8 @@ def test_layers_of_different_shapes():
                 start = sequence.length
                 cache.reserve(sequence, start + count)
                 builder.step.positions[first : first + count] = np.arange(start, start + count)
-                builder.step.place(len(rows), sequence, first, count, start, -(-(start + 1) // 256) if count == 1 and start >= 256 else 0)
+                splits = -(-(start + 1) // SPLIT) if count == 1 and start >= SPLIT else 0
+                builder.step.place(len(rows), sequence.addresses, first, count, start, splits)
                 for three, values in zip(inputs, data[i], strict=True):
                     for buffer, x in zip(three, values, strict=True):
                         buffer.floats(64)[first : first + count] = x[start : start + count]
@@ -111,7 +114,7 @@ def test_layers_of_different_shapes():
     finally:
         workers.close()
     assert sequences[0].tables[0].first == (620 - 50 + 1 - BEHIND) // 32 and sequences[0].tables[1].first == 0
-    for i, n in enumerate(lengths):
+    for i in range(len(lengths)):
         for layer, spec in enumerate(SPECS):
             rope = {0: ROPES[0], 1: ROPES[1], 2: ROPES[0], 3: None}[layer]
             sizes = (spec.heads * spec.key_size, spec.kv_heads * spec.key_size, spec.kv_heads * spec.value_size)
@@ -136,9 +139,9 @@ def test_layers_that_do_not_fit_their_cache():
 
     fine = AttentionSpec(4, 2, 16, 16, 0.25)
     build(fine)
-    with pytest.raises(PlanError, match="layer 0 attends as .* and the cache keeps"):
+    with pytest.raises(PlanError, match=r"layer 0 attends as .* and the cache keeps"):
         build(fine, LayerShape("f16", 2, 16, 16, 8))
-    with pytest.raises(PlanError, match="24 rotated dimensions of heads of 16"):
+    with pytest.raises(PlanError, match="a rotary table of 24 dimensions for heads of 16"):
         build(fine, rope=ROPES[0])
     with pytest.raises(PlanError, match="has sinks or has none"):
         build(fine, sinks="sinks")

@@ -7,8 +7,9 @@ import pytest
 from halfbyte.engine.kernels.structs import ALWAYS, MANY, NEVER, PLAN_ROW
 from halfbyte.engine.model import Model, Work
 from halfbyte.engine.plan.builder import Builder, Limits, split_sequences
+from halfbyte.engine.plan.operands import LayerShape
 from halfbyte.engine.plan.plan import Plan, PlanError
-from halfbyte.engine.run.cache import LayerShape, PagedCache, Sequence
+from halfbyte.engine.run.cache import PagedCache, Sequence
 from halfbyte.engine.run.weights import Weights
 from halfbyte.formats.opening import open_checkpoint
 from support import ORACLES

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from halfbyte.engine.kernels.structs import PAGE
-from halfbyte.engine.run.cache import BEHIND, CacheFullError, LayerShape, PagedCache, Sequence, SequenceError
+from halfbyte.engine.plan.operands import LayerShape
+from halfbyte.engine.run.cache import BEHIND, CacheFullError, PagedCache, Sequence, SequenceError
 
 PLAIN = LayerShape("f16", 2, 24, 24)
 WINDOW = 100
