@@ -46,6 +46,8 @@ class Engine:
     threads   workers; None: the physical cores that this process may use
     context   most tokens of a sequence, prompt and answer together; None: what the model was made for
     capacity  tokens that the KV cache holds in all, for several sequences at once; None: one context
+    kv_type   how the KV cache keeps keys and values: "f16", "f32", or "q8" (8-bit integers, half the memory of f16); None: f16, or f32
+              with compute "f32"
     report    report(what, done, total) while weights are made ready (bytes) and kernels are compiled (number)
 
     Raises HalfbyteError of many kinds, each naming what was wrong.
@@ -59,13 +61,14 @@ class Engine:
         context: int | None = None,
         capacity: int | None = None,
         report: Report | None = None,
+        kv_type: str | None = None,
     ):
         with ExitStack() as stack:
             self.checkpoint = stack.enter_context(open_checkpoint(path))
             self.tokenizer = Tokenizer.from_files(self.checkpoint.tokenizer, wait=False)
             # In a thread, without the interpreter's lock, while weights and kernels are made ready.
             threading.Thread(target=self.checkpoint.prefetch, name="prefetch", daemon=True).start()
-            self.model = Model(self.checkpoint, compute, threads, context, capacity, report)
+            self.model = Model(self.checkpoint, compute, threads, context, capacity, report, kv_type)
             stack.callback(self.model.close)
             self._closing = stack.pop_all()
         self._template: ChatTemplate | None = None
@@ -121,9 +124,13 @@ class Engine:
         request = sampler.request(self.model.vocabulary)
         return sampler.sampled(self.model.sample([Work(sequence, token_ids)], [request])[0])
 
-    def truncate_sequence(self, sequence: Sequence, length: int) -> None:
-        """Forgets all but the first `length` tokens of a sequence; whole pages behind them are free at once."""
-        self.model.truncate(sequence, length)
+    def truncate_sequence(self, sequence: Sequence, length: int) -> int:
+        """Forgets all but the first `length` tokens of a sequence; whole pages behind them are free at once.
+
+        Returns how many tokens are left: 0 instead of `length` where a model with sliding windows has left these too far behind, and the
+        text has to be given again from its beginning.
+        """
+        return self.model.truncate(sequence, length)
 
     def close_sequence(self, sequence: Sequence) -> None:
         """Frees a sequence's pages of the KV cache."""

@@ -14,10 +14,11 @@ import numpy as np
 from ..formats.checkpoint import Checkpoint
 from ..formats.families import built_in_names
 from ..quant.errors import HalfbyteError
+from .kernels.cache_layouts import get_layout
 from .kernels.structs import PAGE, SPLIT
 from .plan.builder import Builder, Limits, split_sequences
 from .plan.plan import Plan, Section
-from .run.cache import CacheFullError, Sequence, SequenceError, cache_of
+from .run.cache import PagedCache, Sequence
 from .run.rope import RopeTables, rope_tables
 from .run.token_choice import Choice, SampleRequest, TokenChoice
 from .run.weights import Weights
@@ -63,6 +64,7 @@ class Model:
 
     checkpoint: must stay open as long as the model. compute: "int8" activations, or "f32". threads: None = all physical cores.
     context: most positions of a sequence (None: the model's own). capacity: positions that the KV cache holds in all (None: one context).
+    kv_type: how keys and values are kept (kernels/cache_layouts); None: "f16", or "f32" with compute "f32".
     """
 
     def __init__(
@@ -73,9 +75,12 @@ class Model:
         context: int | None = None,
         capacity: int | None = None,
         report: Report | None = None,
+        kv_type: str | None = None,
     ):
         if compute not in COMPUTES:
             raise ModelError(f"compute must be one of {', '.join(COMPUTES)}, not {compute!r}")
+        # Accuracy is measured with a cache that adds no error of its own.
+        self.kv_type = get_layout(kv_type or ("f16" if compute == "int8" else "f32")).name
         arch = checkpoint.architecture
         if arch is None:
             raise ModelError(f"{checkpoint.path} holds weights only, no config.json and tokenizer.json: it can be inspected, not run")
@@ -93,16 +98,14 @@ class Model:
         try:
             limits = Limits(min(STEP_TOKENS, max(self.context, 1)), STEP_OUTPUTS, STEP_SEQUENCES, self.context, self.workers.count)
             self._limits = limits
-            # Accuracy is measured with a cache that adds no error of its own.
-            cache_type = "f16" if compute == "int8" else "f32"
             pages = -(-capacity // PAGE) + limits.sequences
-            self.cache = cache_of(spec, cache_type, pages)
+            self.cache = PagedCache.of(spec, self.kv_type, pages)
             self._rope = rope_tables(checkpoint, self.context)
             self.context = min(self.context, self._rope.context)
             self.weights = Weights(checkpoint, self.workers.count)
             matrices = [t.name for t in checkpoint.tensors.values() if not t.vector]
             self.weights.load(matrices, report and (lambda done, total: report("weights", done, total)))
-            self.builder = Builder(self.weights, self.cache, cache_type, limits, "int8" if compute == "int8" else "f32")
+            self.builder = Builder(self.weights, self.cache, limits, "int8" if compute == "int8" else "f32")
             write_plan(self.builder, checkpoint, self._rope)
             self.plan: Plan = self.builder.plan
             self._logits = self.plan.results["logits"]
@@ -122,7 +125,8 @@ class Model:
         Returns float32[outputs, vocabulary], the logits in the order of the work, valid until the next step (copy what is to be kept).
         Logits do not depend on what else is in the step, on how a prompt is cut into steps, or on the number of threads: bit for bit.
         Steps of several threads wait for one another; a thread that needs the logits whole after that holds `lock` until it has copied
-        them. Raises TokenError, ContextError, CacheFullError, SequenceError, ModelError before anything is run or kept.
+        them. Raises TokenError, ContextError, CacheFullError, SequenceError, ModelError before anything is run. Whatever is raised, also
+        in the middle, the sequences are left as they were.
         """
         with self.lock:
             kept = self._step(work, None)
@@ -149,28 +153,32 @@ class Model:
         jobs: list[_Slice] = [(w.sequence, self._checked(w), w.outputs) for w in work]
         if len({id(sequence) for sequence, _, _ in jobs}) < len(jobs):
             raise ModelError("a sequence can be in a step only once: give its tokens together")
+        before = [(sequence, sequence.length) for sequence, _, _ in jobs]
         try:
             for sequence, ids, _ in jobs:
                 self.cache.reserve(sequence, sequence.length + len(ids))
-        except (CacheFullError, SequenceError):
-            for sequence, _, _ in jobs:
+            parts = list(_parts(jobs, self._limits.tokens, self._limits.sequences))
+            kept: list[Any] = []
+            for part in parts:
+                kept += self._run(part, requests, len(parts) > 1)
+        except BaseException:
+            for sequence, length in before:
                 if sequence.cache is self.cache:
-                    self.cache.truncate(sequence, sequence.length)
+                    self.cache.truncate(sequence, length)
             raise
-        parts = list(_parts(jobs, self._limits.tokens, self._limits.sequences))
-        kept: list[Any] = []
-        for part in parts:
-            kept += self._run(part, requests, len(parts) > 1)
+        for sequence, _, _ in jobs:
+            self.cache.slide(sequence)
         return kept
 
     def release(self, sequence: Sequence) -> None:
         """Frees the pages of a sequence."""
         self.truncate(sequence, 0)
 
-    def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forgets all but the first `length` tokens of a sequence."""
+    def truncate(self, sequence: Sequence, length: int) -> int:
+        """Forgets all but the first `length` tokens of a sequence. Returns how many are left: 0 instead of `length` if the sequence went
+        on so far that a window of the model left these behind (see PagedCache.truncate)."""
         with self.lock:
-            self.cache.truncate(sequence, length)
+            return self.cache.truncate(sequence, length)
 
     def close(self) -> None:
         """Ends the workers, after the step that runs, if any. Later steps raise ModelError."""
@@ -212,7 +220,7 @@ class Model:
             step.ids[first : first + count] = ids
             step.positions[first : first + count] = np.arange(start, start + count) if count > 1 else start
             splits = -(-(start + 1) // SPLIT) if count == 1 and lone and start >= SPLIT else 0
-            step.table[i] = first, count, start, sequence.pages.ctypes.data, splits
+            step.place(i, sequence.addresses, first, count, start, splits)
             self._rope.reach(start + count)
             if wanted == "all":
                 outputs.extend(range(first, first + count))

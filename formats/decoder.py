@@ -44,6 +44,7 @@ _SPELLING = {
     "attention.key_length": "head_dim",
     "attention.value_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
 
@@ -102,6 +103,7 @@ class Decoder(Family):
     activations  values of hidden_act, all names of one function, the first as config.json is written
     fused        matrices that lie in one tensor
     mixture      how those of the family's models with experts are spelled; None for a family without
+    windowed     True if sliding_window of config.json, where it is there and shorter than the context, is the window of every layer
     refused      keys of config.json that must be absent, null or false, because what they ask for is not done
     ropes        the rotary tables by name, from complete metadata; layers use "rope" unless `layer` says otherwise
     layer        gives a layer its own: called with the layer that all have, its number and complete metadata
@@ -114,6 +116,7 @@ class Decoder(Family):
     activations: tuple[str, ...] = ("silu", "swish")
     fused: tuple[Fused, ...] = ()
     mixture: Mixture | None = None
+    windowed: bool = False
     refused: tuple[str, ...] = ()
     ropes: Callable[[Metadata], dict[str, RopeSpec]] = _one_rope
     layer: Callable[[LayerSpec, int, Metadata], LayerSpec] = _as_it_is
@@ -145,6 +148,8 @@ class Decoder(Family):
         keys[f"{self.name}.attention.layer_norm_rms_epsilon"] = config.number("rms_norm_eps", high=1.0)
         if self.mixture is not None and config.get("model_type") == self.mixture.model_type:
             keys |= {f"{self.name}.{ours}": config.count(theirs) for ours, theirs in self._mixture_keys().items()}
+        if self.windowed and (window := config.count("sliding_window", default=None)):
+            keys[f"{self.name}.attention.sliding_window"] = window
         ropes, factors, notes = rope.to_gguf(config, self.name, head)
         return keys | ropes | self.more_keys(config), {} if factors is None else {rope.FACTORS: factors}, notes
 
@@ -177,6 +182,7 @@ class Decoder(Family):
             "rms_norm_eps": _short_float(values.number(f"{self.name}.attention.layer_norm_rms_epsilon")),
             "tie_word_embeddings": HEAD not in tensors,
             **rope.to_config(values, self.name, factors),
+            **({"sliding_window": window} if (window := values.get(f"{self.name}.attention.sliding_window", 0, int)) else {}),
             **self.more_config(values),
         }
         if self.mixture is not None and values.get(f"{self.name}.expert_count", 0, int):
@@ -213,7 +219,7 @@ class Decoder(Family):
                 raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.{key}' is {size}; {problem}")
         if self.mixture is None and metadata.get(f"{arch}.expert_count", 0, int):
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.expert_count': mixtures of experts are not supported for {arch}")
-        if metadata.get(f"{arch}.attention.sliding_window", 0):
+        if metadata.get(f"{arch}.attention.sliding_window", 0) and not self.windowed:
             raise UnsupportedFeatureError(f"{metadata.source}: '{arch}.attention.sliding_window' is not supported for {arch}")
         base = f"{arch}.rope.freq_base"
         if not metadata.has(base):
@@ -243,15 +249,19 @@ class Decoder(Family):
         if size % 2:
             raise MetadataTypeError(f"{metadata.source}: the head size is {size}; a rotary embedding needs an even one")
         epsilon = metadata.number(f"{arch}.attention.layer_norm_rms_epsilon")
+        window, context = metadata.count(f"{arch}.attention.sliding_window", low=0, default=0), count("context_length", 1 << 31)
         layer = LayerSpec(
-            AttentionSpec(heads, kv_heads, size, count("attention.value_length", 1 << 16), size**-0.5),
+            AttentionSpec(
+                heads, kv_heads, size, count("attention.value_length", 1 << 16), size**-0.5,
+                window=window if window < context else 0,
+            ),
             FeedForwardSpec(count("feed_forward_length"), self.activations[0], _experts(metadata, arch)),
             epsilon,
         )
         return ModelSpec(
             width=count("embedding_length"),
             vocabulary=count("vocab_size"),
-            context=metadata.count(f"{arch}.context_length"),
+            context=context,
             layers=tuple(self.layer(layer, i, metadata) for i in range(count("block_count", MOST_LAYERS))),
             ropes=self.ropes(metadata),
             epsilon=epsilon,

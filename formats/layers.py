@@ -45,6 +45,9 @@ class AttentionSpec:
     value_size       dimensions of a value
     scale            what scores are multiplied by
     rope             which of ModelSpec.ropes turns queries and keys; "" for none
+    window           positions that a token sees, itself included; 0 for all
+    soft_cap         scores s become soft_cap · tanh(s / soft_cap); 0 for none
+    sinks            True if every query head has a learned score that belongs to no position
     """
 
     heads: int
@@ -53,6 +56,9 @@ class AttentionSpec:
     value_size: int
     scale: float
     rope: str = "rope"
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
     add("-r", "--repetitions", metavar="N", type=int, default=3, help="how often each is measured (default 3)")
     add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products")
+    add("--kv-type", choices=("f16", "f32", "q8"), help="keys and values in the cache (default f16; f32 with --compute f32)")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -54,7 +55,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
     path = resolve_source(arguments.model)
     context = max(arguments.prompt, arguments.tokens + 2, 64)
-    with Engine(path, compute=arguments.compute, threads=arguments.threads, context=context) as engine:
+    with Engine(path, arguments.compute, arguments.threads, context, kv_type=arguments.kv_type) as engine:
         result = benchmark(engine, arguments.prompt, arguments.tokens, arguments.repetitions)
     if arguments.json:
         print(
@@ -63,6 +64,8 @@ def _main(argv: Sequence[str] | None) -> int:
                     "model": os.fspath(path),
                     "threads": result.threads,
                     "compute": arguments.compute,
+                    "kv_type": result.kv_type,
+                    "kv_bytes_per_token": result.kv_bytes_per_token,
                     "prefill_tok_s": result.prefill_tok_s,
                     "decode_tok_s": result.decode_tok_s,
                     "weight_bytes_per_token": result.weight_bytes_per_token,
@@ -77,6 +80,7 @@ def _main(argv: Sequence[str] | None) -> int:
     print(f"  prefill {arguments.prompt:5} tokens   {spread(result.prefill_tok_s)} tokens/s")
     print(f"  decode  {arguments.tokens:5} tokens   {spread(result.decode_tok_s)} tokens/s")
     print(f"  weights read per token {result.weight_bytes_per_token / 1e6:9.1f} MB")
+    print(f"  cache of a token       {result.kv_bytes_per_token / 1e3:9.1f} kB ({result.kv_type})")
     print(f"  memory, pure read      {result.memory_read_gb_s:9.1f} GB/s; decode uses {result.share_of_memory_limit:.0%} of it")
     return 0
 

@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ignore-eos", action="store_true", help="do not end where the model says that its answer is over")
     add("--threads", "-t", metavar="N", type=whole(1), help="worker threads (default: the physical cores this process may use)")
     add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products; f32 is exact and slower")
+    add("--kv-type", choices=("f16", "f32", "q8"), help="keys and values in the cache (default f16; q8 takes half of it)")
     add("--context", "-c", metavar="N", type=whole(1), help="the most tokens, prompt and answer together")
     add("--version", action="version", version=f"qrun {_version()}", help="print the version")
     return parser
@@ -125,7 +126,9 @@ def open_engine(arguments: argparse.Namespace) -> Engine:
 
         path = resolve_source(path, lambda text: print(f"note: {text}", file=sys.stderr))
     with _Loading() as loading:
-        return Engine(path, arguments.compute, arguments.threads, arguments.context, report=loading.report)
+        return Engine(
+            path, arguments.compute, arguments.threads, arguments.context, report=loading.report, kv_type=arguments.kv_type
+        )
 
 
 class _Loading:

@@ -26,7 +26,7 @@ class Stepper(Protocol):
     def sample_next(self, sequence: Any, token_ids: Sequence[int], sampler: Sampler) -> Sampled:
         """Puts ids behind a sequence, and chooses the token after them."""
 
-    def truncate_sequence(self, sequence: Any, length: int) -> None:
+    def truncate_sequence(self, sequence: Any, length: int) -> int:
         """Forgets all but the first `length` tokens of a sequence."""
 
     def close_sequence(self, sequence: Any) -> None:
@@ -54,7 +54,7 @@ class KeptSequence:
             self._sequence, self._ids = self._engine.open_sequence(), []
         self.reused = common_prefix(self._ids, prompt_ids[:-1])
         if self.reused < len(self._ids):
-            self._engine.truncate_sequence(self._sequence, self.reused)
+            self.reused = self._engine.truncate_sequence(self._sequence, self.reused)
             del self._ids[self.reused :]
         return prompt_ids[self.reused :]
 

@@ -1,6 +1,7 @@
 """Attention over pages of the KV cache, with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
 
-Parameters: head size; query heads per KV head; type of the cache.
+Parameters: key size; value size; query heads per KV head; layout of the cache (cache_layouts/); then those of ATTENTION_FEATURES that
+the layer has. What it does not have is not in its code.
 
 Rows. The queries of a sequence that share a KV head are rows: token by token, head by head. Up to 6 rows are computed together,
 so that a key or a value is loaded and converted once for all of them; a row's own arithmetic does not depend on which others are
@@ -8,6 +9,11 @@ beside it. Splits. Positions are taken in parts of SPLIT; a part's maximum, sum 
 in order. A sequence with one token (decode) may have its parts computed by different workers, into `parts`; then
 attention_merge.py folds them, in the same order, with the same arithmetic. So nothing depends on batch, chunking or threads.
 Positions that a row must not see get the weight 0 exactly, and their values are not even multiplied by it: they may be infinite.
+
+Window: a row sees its last `window` positions, itself included. Pages wholly before the window of the first of the rows are not looked
+at, nor are splits. Folding a split in which a row sees nothing changes none of its bits, so it does not matter which rows are together.
+Soft cap: scores s become cap * tanh(s / cap) (Gemma 2, arXiv 2408.00118). Sinks: a score for each query head that belongs to no position,
+counted in the softmax's sum alone, when all positions are (Xiao et al. 2023; gpt-oss).
 """
 
 from __future__ import annotations
@@ -18,7 +24,6 @@ from ...quant.jit.fields import ArgumentBlock, view
 from ...quant.jit.memory import load_f32, load_i64, store_f32
 from ...quant.jit.piece import inline
 from ...quant.jit.simd import (
-    F16,
     F32,
     I32,
     exp,
@@ -29,23 +34,28 @@ from ...quant.jit.simd import (
     less,
     load,
     load_tile,
+    load_tile_2d,
     maximum,
     spread,
     store,
     store_tile,
     tile,
-    to_f32,
     where,
     zeros,
 )
-from .structs import CACHE_BYTES, PAGE, ROWS, SEQUENCE, SEQUENCE_BYTES, SPLIT, STEP, head_bytes, padded_head, part_bytes
+from .cache_layouts import get_layout
+from .structs import PAGE, ROWS, SEQUENCE, SEQUENCE_BYTES, SPLIT, STEP, padded_head, part_bytes
 
-FIELDS = "step q lone lone_worker q_stride cache page_bytes heads kv_heads out scratch scratch_worker parts"
+FIELDS = (
+    "step q lone lone_worker q_stride out_stride cache page_bytes heads kv_heads out scratch scratch_worker parts "
+    "window soft_cap:f32 sinks"
+)
 """q        rotated and scaled queries, token t at q + t * q_stride (a lone token's at lone + worker * lone_worker)
-cache    the layer's pages (rope_store.py)
-out      float32, token t at out + t * q_stride
+cache    the layer's pages (cache_layouts/)
+out      float32, token t at out + t * out_stride
 scratch  attention_scratch() per worker
 parts    of every lone token, head and split a record of maximum, sum and values (part_bytes()); used where a sequence has splits
+window, soft_cap, sinks  positions that a row sees; the cap of scores; address of float32[heads]. Read where the feature is a parameter
 """
 
 NOTHING = -1e30
@@ -72,13 +82,27 @@ def exp_f32(x):
 
 
 @inline
-def finish(total, out, head_size, vectors):
-    """Running values divided by the running sum, to `out`."""
-    inverse = float32(1) / load_f32(total + 4)
-    for c in range(head_size // 16):
+def finish(total, out, value_size, inverse):
+    """Running values times the inverse of the softmax's sum, to `out`."""
+    for c in range(value_size // 16):
         store(out + 64 * c, load(F32, total + 64 + 64 * c) * inverse)
-    for i in range(head_size // 16 * 16, head_size):
+    for i in range(value_size // 16 * 16, value_size):
         store_f32(out + 4 * i, load_f32(total + 64 + 4 * i) * inverse)
+
+
+@inline
+def inverse_of_sum(total):
+    """What running values are multiplied by in the end."""
+    return float32(1) / load_f32(total + 4)
+
+
+@inline
+def inverse_with_sink(total, sink):
+    """The same where the sum has one more score, that of no position."""
+    top = load_f32(total)
+    largest = top if top > sink else sink
+    keep = exp_f32(top - largest)
+    return keep / (load_f32(total + 4) * keep + exp_f32(sink - largest))
 
 
 @inline
@@ -90,14 +114,21 @@ def start(total, vectors):
         store(total + 64 + 64 * c, zeros(F32))
 
 
-def build(head_size_text: str, group_text: str, cache_type: str):
-    head_size, group = int(head_size_text), int(group_text)
-    _, both_bytes = head_bytes(head_size, cache_type)
-    vectors, part = padded_head(head_size) // 16, part_bytes(head_size)
+@inline
+def first_split(seen, window):
+    """The first split that a row sees part of which sees positions below `seen`."""
+    return max(seen - window, 0) // SPLIT
+
+
+def build(key_size_text: str, value_size_text: str, group_text: str, layout_name: str, *features: str):
+    key_size, value_size, group = int(key_size_text), int(value_size_text), int(group_text)
+    both_bytes = get_layout(layout_name).head_bytes(key_size, value_size)
+    vectors, part = padded_head(value_size) // 16, part_bytes(value_size)
+    windowed, sinking = "window" in features, "sinks" in features
     Arguments, Step, Sequence = ArgumentBlock(FIELDS), ArgumentBlock(STEP), ArgumentBlock(SEQUENCE)
-    split_of = {rows: _split(head_size, group, cache_type, rows) for rows in {1, min(group, ROWS), ROWS}}
+    split_of = {rows: _split(key_size, value_size, group, layout_name, features, rows) for rows in {1, min(group, ROWS), ROWS}}
     one_row, group_rows, six_rows = split_of[1], split_of[min(group, ROWS)], split_of[ROWS]
-    queries_bytes, scores_bytes = ROWS * 4 * head_size, ROWS * 4 * SPLIT
+    queries_bytes, scores_bytes = ROWS * 4 * key_size, ROWS * 4 * SPLIT
 
     @inline
     def rows_at(row, rows_left):
@@ -107,15 +138,15 @@ def build(head_size_text: str, group_text: str, cache_type: str):
         return group if group < ROWS and rows_left >= group else 1
 
     @inline
-    def split(count, scratch, cache, pages, page_bytes, first, last, limit, row, results):
+    def split(count, scratch, cache, pages, page_bytes, first, last, limit, row, window, cap, results):
         """Maximum, sum and values of `count` rows over positions first..last - 1."""
         scores = scratch + queries_bytes
         if count == ROWS:
-            six_rows(scratch, scores, cache, pages, page_bytes, first, last, limit, row, results)
+            six_rows(scratch, scores, cache, pages, page_bytes, first, last, limit, row, window, cap, results)
         elif count == 1:
-            one_row(scratch, scores, cache, pages, page_bytes, first, last, limit, row, results)
+            one_row(scratch, scores, cache, pages, page_bytes, first, last, limit, row, window, cap, results)
         else:
-            group_rows(scratch, scores, cache, pages, page_bytes, first, last, limit, row, results)
+            group_rows(scratch, scores, cache, pages, page_bytes, first, last, limit, row, window, cap, results)
 
     def kernel(arguments, worker, workers):
         a = view(Arguments, arguments)
@@ -123,6 +154,7 @@ def build(head_size_text: str, group_text: str, cache_type: str):
         scratch = a.scratch + worker * a.scratch_worker
         running, partial = scratch + queries_bytes + scores_bytes, scratch + queries_bytes + scores_bytes + ROWS * part
         queries = a.lone + worker * a.lone_worker if step.tokens == 1 else a.q
+        window, cap = a.window, a.soft_cap
         item, part_base = 0, a.parts
         for s in range(step.sequences):
             q = view(Sequence, step.table + s * SEQUENCE_BYTES)
@@ -135,33 +167,35 @@ def build(head_size_text: str, group_text: str, cache_type: str):
                     count = rows_at(row, rows - row)
                     limit = q.start + 1  # row r sees positions below limit + r // group
                     seen = min(end, limit + (row + count - 1) // group)
+                    begin = first_split(limit + row // group, window) if windowed else 0
                     splits = q.splits
                     if splits > 0:
                         loaded = False
-                        for i in range(splits):
-                            if (item + i) % workers == worker:
+                        for i in range(begin, splits):
+                            if (item + i - begin) % workers == worker:
                                 if not loaded:
-                                    load_queries(queries, a.q_stride, first, h * group, row, count, scratch, head_size, group)
+                                    load_queries(queries, a.q_stride, first, h * group, row, count, scratch, key_size, group)
                                     loaded = True
                                 results = part_base + ((h * group + row) * splits + i) * part
                                 last = min(seen, (i + 1) * SPLIT)
-                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, last, limit, row, partial)
+                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, last, limit, row, window, cap, partial)
                                 for r in range(count):
                                     copy_part(partial + r * part, results + r * splits * part, vectors)
-                        item += splits
+                        item += splits - begin
                     else:
                         if item % workers == worker:
-                            load_queries(queries, a.q_stride, first, h * group, row, count, scratch, head_size, group)
+                            load_queries(queries, a.q_stride, first, h * group, row, count, scratch, key_size, group)
                             for r in range(count):
                                 start(running + r * part, vectors)
-                            for i in range((seen + SPLIT - 1) // SPLIT):
+                            for i in range(begin, (seen + SPLIT - 1) // SPLIT):
                                 last = min(seen, (i + 1) * SPLIT)
-                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, last, limit, row, partial)
+                                split(count, scratch, cache, pages, a.page_bytes, i * SPLIT, last, limit, row, window, cap, partial)
                                 for r in range(count):
                                     fold(running + r * part, partial + r * part, vectors)
                             for r in range(count):
-                                token, head = first + (row + r) // group, h * group + (row + r) % group
-                                finish(running + r * part, a.out + token * a.q_stride + head * (4 * head_size), head_size, vectors)
+                                token, head, total = first + (row + r) // group, h * group + (row + r) % group, running + r * part
+                                inverse = inverse_with_sink(total, load_f32(a.sinks + 4 * head)) if sinking else inverse_of_sum(total)
+                                finish(total, a.out + token * a.out_stride + head * (4 * value_size), value_size, inverse)
                         item += 1
                     row += count
             if q.splits > 0:
@@ -171,14 +205,14 @@ def build(head_size_text: str, group_text: str, cache_type: str):
 
 
 @inline
-def load_queries(q, stride, first, head, row, count, out, head_size, group):
+def load_queries(q, stride, first, head, row, count, out, key_size, group):
     """The rows' queries, one after another."""
     for r in range(count):
-        source = q + (first + (row + r) // group) * stride + (head + (row + r) % group) * (4 * head_size)
-        for i in range(head_size // 16):
-            store(out + r * (4 * head_size) + 64 * i, load(F32, source + 64 * i))
-        for i in range(head_size // 16 * 16, head_size):
-            store_f32(out + r * (4 * head_size) + 4 * i, load_f32(source + 4 * i))
+        source = q + (first + (row + r) // group) * stride + (head + (row + r) % group) * (4 * key_size)
+        for i in range(key_size // 16):
+            store(out + r * (4 * key_size) + 64 * i, load(F32, source + 64 * i))
+        for i in range(key_size // 16 * 16, key_size):
+            store_f32(out + r * (4 * key_size) + 4 * i, load_f32(source + 4 * i))
 
 
 @inline
@@ -187,95 +221,122 @@ def copy_part(source, out, vectors):
         store(out + 64 * c, load(F32, source + 64 * c))
 
 
-def _split(head_size: int, group: int, cache_type: str, rows: int):
-    """A function for `rows` rows over one split: scores, softmax, values."""
-    size = CACHE_BYTES[cache_type]
-    keys_bytes, _ = head_bytes(head_size, cache_type)
-    vectors, part = padded_head(head_size) // 16, part_bytes(head_size)
-    element = F16 if cache_type == "f16" else F32
-    key_type, query_type, score_type = tile(element, PAGE // 16, 1), tile(F32, 1, rows), tile(F32, PAGE // 16, rows)
-    weight_type = tile(F32, rows, 1)
-    value_stride = 16 * vectors * size
+@inline
+def head_at(cache, pages, page_bytes, position):
+    """Address of the KV head, in the page that holds a position."""
+    return cache + load_i64(pages + position // PAGE * 8) * page_bytes
 
-    if element is F16:
-        widen = to_f32
-    else:
+
+def _split(key_size: int, value_size: int, group: int, layout_name: str, features: tuple[str, ...], rows: int):
+    """A function for `rows` rows over one split: scores, softmax, values."""
+    vectors, part = padded_head(value_size) // 16, part_bytes(value_size)
+    windowed, capped = "window" in features, "soft_cap" in features
+    query_type, score_type, one_type = tile(F32, 1, rows), tile(F32, PAGE // 16, rows), tile(F32, 1, 1)
+    reader = get_layout(layout_name).reader(key_size, value_size)
+    keys_of, scores_of = reader.keys, reader.scores
+
+    if reader.weights is None:
 
         @inline
-        def widen(x):
-            return x
+        def weights_of(cache, pages, page_bytes, position, e):
+            return e
+
+    else:
+        factors = reader.weights
+
+        @inline
+        def weights_of(cache, pages, page_bytes, position, e):
+            return factors(head_at(cache, pages, page_bytes, position), position % PAGE // 16, e)
 
     def values_of(width):
-        value_type, sum_type = tile(element, 1, width), tile(F32, rows, width)
+        sum_type, weight_type, value_of = tile(F32, rows, width), tile(F32, rows, 1), reader.values(width)
 
         @inline
-        def run(scores, cache, pages, page_bytes, first, last, results, c):
-            """Values of `width` vectors from vector c on, summed over the positions."""
-            sums = zeros(sum_type)
-            for p in range(first, last, PAGE):
-                page = cache + load_i64(pages + p // PAGE * 8) * page_bytes + keys_bytes + c * (16 * size)
-                for i in range(min(PAGE, last - p)):
-                    v = widen(load_tile(value_type, page + i * value_stride, 16 * size))
-                    sums = fma(spread(weight_type, scores + 4 * (p - first + i), 4 * SPLIT), v, sums)
+        def run(scores, cache, pages, page_bytes, base, first, last, results, c):
+            """Values of `width` vectors from vector c on, summed over positions that all rows see; `scores` begin at position base."""
+            sums = load_tile_2d(sum_type, results + 64 + 64 * c, part, 64) if windowed else zeros(sum_type)
+            for p in range(first // PAGE * PAGE if windowed else first, last, PAGE):
+                head = head_at(cache, pages, page_bytes, p)
+                for i in range(max(first - p, 0) if windowed else 0, min(PAGE, last - p)):
+                    v = value_of(head, i, c)
+                    sums = fma(spread(weight_type, scores + 4 * (p - base + i), 4 * SPLIT), v, sums)
             store_tile(results + 64 + 64 * c, sums, part, 64)
 
         return run
 
     wide = min(4, vectors)
-    four, rest = values_of(wide), values_of(vectors % wide) if vectors % wide else None
-    if rest is None:
-        rest = four
+    four, value_of = values_of(wide), reader.values(1)
+    rest = values_of(vectors % wide) if vectors % wide else four
     whole = vectors // wide
 
     @inline
-    def rest_of_row(scores, cache, pages, page_bytes, base, first, last, results):
-        """Adds the values of positions first..last - 1, which the rows before this one do not see; `scores` begin at position base."""
+    def values_of_row(scores, cache, pages, page_bytes, base, first, last, results):
+        """Adds the values of positions first..last - 1, which not all rows see; `scores` begin at position base."""
         for c in range(vectors):
-            sums = load(F32, results + 64 + 64 * c)
+            sums = load_tile(one_type, results + 64 + 64 * c, 64)
             for p in range(first, last):
-                page = cache + load_i64(pages + p // PAGE * 8) * page_bytes + keys_bytes
-                v = widen(load(element, page + p % PAGE * value_stride + c * (16 * size)))
-                sums = fma(zeros(F32) + load_f32(scores + 4 * (p - base)), v, sums)
-            store(results + 64 + 64 * c, sums)
+                v = value_of(head_at(cache, pages, page_bytes, p), p % PAGE, c)
+                sums = fma(spread(one_type, scores + 4 * (p - base), 4), v, sums)
+            store_tile(results + 64 + 64 * c, sums, 64, 64)
 
     @inline
-    def run(queries, scores, cache, pages, page_bytes, first, last, limit, row, results):
+    def visible(position, seen, low, x, otherwise):
+        """x where 16 positions from `position` on are below `seen` and, if there is a window, not below `low`; else the other."""
+        if windowed:
+            x = where(less(iota(position), zeros(I32) + low), otherwise, x)
+        return where(less(iota(position), zeros(I32) + seen), x, otherwise)
+
+    @inline
+    def run(queries, scores, cache, pages, page_bytes, first, last, limit, row, window, cap, results):
+        begin = max(first, (limit + row // group - window) // PAGE * PAGE) if windowed else first
         for r in range(rows):
             store(results + r * part, zeros(F32) + float32(NOTHING))
-        for p in range(first, last, PAGE):
-            page = cache + load_i64(pages + p // PAGE * 8) * page_bytes
+        for p in range(begin, last, PAGE):
+            head = head_at(cache, pages, page_bytes, p)
             sums = zeros(score_type)
-            for d in range(head_size):
-                k = widen(load_tile(key_type, page + d * (PAGE * size), 16 * size))
-                sums = fma(k, spread(query_type, queries + 4 * d, 4 * head_size), sums)
+            for d in range(key_size):
+                sums = fma(keys_of(head, d), spread(query_type, queries + 4 * d, 4 * key_size), sums)
+            sums = scores_of(head, sums)
+            if capped:
+                sums = cap - float32(2) * cap / (exp(sums * (float32(2) / cap)) + 1)
             store_tile(scores + 4 * (p - first), sums, 64, 4 * SPLIT)
         span = (last - first + PAGE - 1) // PAGE * 2
         for r in range(rows):
             line, seen = scores + r * (4 * SPLIT), limit + (row + r) // group
             largest = zeros(F32) + float32(NOTHING)
-            for i in range(span):
+            for i in range((begin - first) // 16, span):
                 at = line + 64 * i
-                x = where(less(iota(first + 16 * i), zeros(I32) + seen), load(F32, at), zeros(F32) + float32(NOTHING))
+                x = visible(first + 16 * i, seen, seen - window, load(F32, at), zeros(F32) + float32(NOTHING))
                 store(at, x)
                 largest = maximum(x, largest)
             top = lanes_max(largest)
             total = zeros(F32)
-            for i in range(span):
+            for i in range((begin - first) // 16, span):
                 at = line + 64 * i
                 e = exp(load(F32, at) - top)
-                e = where(less(iota(first + 16 * i), zeros(I32) + seen), e, zeros(F32))
-                store(at, e)
+                e = visible(first + 16 * i, seen, seen - window, e, zeros(F32))
+                store(at, weights_of(cache, pages, page_bytes, first + 16 * i, e))
                 total = total + e
             store_f32(results + r * part, top)
             store_f32(results + r * part + 4, lanes_sum(total))
+        # Position by position in order, for every row: those before all rows see one, those that all see, those after.
         common = min(max(limit + row // group, first), last)  # all rows see the positions below it
+        lowest = first
+        if windowed:
+            lowest = min(max(limit + (row + rows - 1) // group - window, first), last)  # and not below this
+            for r in range(rows):
+                for c in range(vectors):
+                    store(results + r * part + 64 + 64 * c, zeros(F32))
+                seen = min(limit + (row + r) // group, last)
+                low = max(limit + (row + r) // group - window, first)
+                values_of_row(scores + r * (4 * SPLIT), cache, pages, page_bytes, first, low, min(lowest, seen), results + r * part)
         for c in range(whole):
-            four(scores, cache, pages, page_bytes, first, common, results, c * wide)
+            four(scores, cache, pages, page_bytes, first, lowest, common, results, c * wide)
         if whole * wide < vectors:
-            rest(scores, cache, pages, page_bytes, first, common, results, whole * wide)
+            rest(scores, cache, pages, page_bytes, first, lowest, common, results, whole * wide)
         for r in range(1, rows):
-            line, seen = scores + r * (4 * SPLIT), min(limit + (row + r) // group, last)
+            seen = min(limit + (row + r) // group, last)
             if seen > common:
-                rest_of_row(line, cache, pages, page_bytes, first, common, seen, results + r * part)
+                values_of_row(scores + r * (4 * SPLIT), cache, pages, page_bytes, first, max(common, lowest), seen, results + r * part)
 
     return run

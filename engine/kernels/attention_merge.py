@@ -1,6 +1,7 @@
 """Folds the parts of lone tokens' attention that different workers computed, then puts all attention results into panels.
 
-Parameters: head size; the kind of panels. Tokens whose attention was done in one piece are only converted.
+Parameters: value size; the kind of panels; "window" and "sinks" if attention.py has them. Tokens whose attention was done in one piece are
+only converted.
 """
 
 from __future__ import annotations
@@ -8,22 +9,23 @@ from __future__ import annotations
 from numba import float32
 
 from ...quant.jit.fields import ArgumentBlock, view
-from ...quant.jit.memory import store_f32
+from ...quant.jit.memory import load_f32, store_f32
 from ...quant.jit.simd import F32, load
-from .attention import finish, fold, start
+from .attention import finish, first_split, fold, inverse_of_sum, inverse_with_sink, start
 from .panels import locate, share, writer
 from .structs import RECORD, SEQUENCE, SEQUENCE_BYTES, STEP, padded_head, part_bytes
 
-FIELDS = "step x x_stride heads columns parts out out_worker scratch scratch_worker"
+FIELDS = "step x x_stride heads columns parts out out_worker scratch scratch_worker window sinks"
 """x        float32 attention results, token t at x + t * x_stride bytes, zero from `columns` up to a multiple of 32
-parts    as in attention.py
+parts, window, sinks  as in attention.py
 scratch  part_bytes() and a row of x, per worker
 """
 
 
-def build(head_size_text: str, kind: str):
-    head_size = int(head_size_text)
-    vectors, part = padded_head(head_size) // 16, part_bytes(head_size)
+def build(value_size_text: str, kind: str, *features: str):
+    value_size = int(value_size_text)
+    vectors, part = padded_head(value_size) // 16, part_bytes(value_size)
+    windowed, sinking = "window" in features, "sinks" in features
     put, record = writer(kind), RECORD[kind]
     Arguments, Step, Sequence = ArgumentBlock(FIELDS), ArgumentBlock(STEP), ArgumentBlock(SEQUENCE)
 
@@ -41,11 +43,13 @@ def build(head_size_text: str, kind: str):
             for t in range(max(first, q.first), min(last, q.first + q.count)):
                 x = a.x + t * a.x_stride
                 if q.splits > 0:
+                    begin = first_split(q.start + 1, a.window) if windowed else 0
                     for h in range(a.heads):
                         start(total, vectors)
-                        for i in range(q.splits):
+                        for i in range(begin, q.splits):
                             fold(total, parts + (h * q.splits + i) * part, vectors)
-                        finish(total, merged + h * (4 * head_size), head_size, vectors)
+                        inverse = inverse_with_sink(total, load_f32(a.sinks + 4 * h)) if sinking else inverse_of_sum(total)
+                        finish(total, merged + h * (4 * value_size), value_size, inverse)
                     for c in range(a.columns, 32 * blocks):
                         store_f32(merged + 4 * c, float32(0))
                     x = merged

@@ -1,33 +1,35 @@
 """Rotary position embedding (Su et al. 2021) of queries and keys, and keys and values into the pages of the KV cache.
 
-Parameters: head size; rotated dimensions; type of the cache ("f16" or "f32"). Rotation pairs dimension i with i + rotated / 2.
-
-A page holds PAGE positions of one layer: for each KV head first the keys, [head size][PAGE], so that scores of 16 positions need no
-horizontal sums, then the values, [PAGE][head size padded to 16].
+Parameters: key size; value size; rotated dimensions of a query and a key; layout of the cache (cache_layouts/). Rotation pairs dimension i
+with i + rotated / 2.
 """
 
 from __future__ import annotations
 
 from ...quant.jit.fields import ArgumentBlock, view
-from ...quant.jit.memory import load_f32, load_i64, store_f16, store_f32
+from ...quant.jit.memory import load_f32, load_i64, store_f32
 from ...quant.jit.piece import inline
+from .cache_layouts import get_layout
 from .panels import share
-from .structs import CACHE_BYTES, PAGE, SEQUENCE, SEQUENCE_BYTES, STEP, head_bytes, padded_head
+from .structs import PAGE, SEQUENCE, SEQUENCE_BYTES, STEP, WRITER_ROOM
 
-FIELDS = "step q k v q_stride kv_stride heads kv_heads table cache page_bytes out lone lone_worker scale:f32"
-"""q, k, v  float32, token t at + t * q_stride or kv_stride bytes, heads one after another
+FIELDS = (
+    "step q k v q_stride k_stride v_stride heads kv_heads table cache page_bytes out lone lone_worker scratch scratch_worker scale:f32"
+)
+"""q, k, v  float32, token t at + t * q_stride, k_stride or v_stride bytes, heads one after another
 table    float32[positions][cosines of rotated / 2 | sines]
 cache    the layer's pages, page p at cache + p * page_bytes
 out      rotated queries times `scale`, token t at + t * q_stride; a lone token's at lone + worker * lone_worker
+scratch  rope_scratch() per worker
 """
 
 
-def build(head_size_text: str, rotated_text: str, cache_type: str):
-    head_size, half = int(head_size_text), int(rotated_text) // 2
-    size = CACHE_BYTES[cache_type]
-    keys_bytes, both_bytes = head_bytes(head_size, cache_type)
-    value_stride = padded_head(head_size) * size
-    put = store_f16 if cache_type == "f16" else store_f32
+def build(key_size_text: str, value_size_text: str, rotated_text: str, layout_name: str):
+    key_size, value_size, half = int(key_size_text), int(value_size_text), int(rotated_text) // 2
+    layout = get_layout(layout_name)
+    head_bytes = layout.head_bytes(key_size, value_size)
+    writer = layout.writer(key_size, value_size)
+    put_key, put_value = writer.key, writer.value
     Arguments, Step, Sequence = ArgumentBlock(FIELDS), ArgumentBlock(STEP), ArgumentBlock(SEQUENCE)
 
     @inline
@@ -43,6 +45,8 @@ def build(head_size_text: str, rotated_text: str, cache_type: str):
         tokens = step.tokens
         first, last = share(tokens, worker, workers)
         out = a.lone + worker * a.lone_worker if tokens == 1 else a.out
+        room = a.scratch + worker * a.scratch_worker
+        rotated = room + WRITER_ROOM
         scale = a.scale
         s = 0
         for t in range(first, last):
@@ -54,23 +58,22 @@ def build(head_size_text: str, rotated_text: str, cache_type: str):
             page = a.cache + load_i64(pages + position // PAGE * 8) * a.page_bytes
             slot = position % PAGE
             for h in range(a.heads):
-                x, o = a.q + t * a.q_stride + h * (4 * head_size), out + t * a.q_stride + h * (4 * head_size)
+                x, o = a.q + t * a.q_stride + h * (4 * key_size), out + t * a.q_stride + h * (4 * key_size)
                 for i in range(half):
                     one, two = rotate(x, table, i)
                     store_f32(o + 4 * i, one * scale)
                     store_f32(o + 4 * (half + i), two * scale)
-                for i in range(2 * half, head_size):
+                for i in range(2 * half, key_size):
                     store_f32(o + 4 * i, load_f32(x + 4 * i) * scale)
             for h in range(a.kv_heads):
-                x, keys = a.k + t * a.kv_stride + h * (4 * head_size), page + h * both_bytes + slot * size
+                x, head = a.k + t * a.k_stride + h * (4 * key_size), page + h * head_bytes
                 for i in range(half):
                     one, two = rotate(x, table, i)
-                    put(keys + i * (PAGE * size), one)
-                    put(keys + (half + i) * (PAGE * size), two)
-                for i in range(2 * half, head_size):
-                    put(keys + i * (PAGE * size), load_f32(x + 4 * i))
-                x, values = a.v + t * a.kv_stride + h * (4 * head_size), page + h * both_bytes + keys_bytes + slot * value_stride
-                for i in range(head_size):
-                    put(values + i * size, load_f32(x + 4 * i))
+                    store_f32(rotated + 4 * i, one)
+                    store_f32(rotated + 4 * (half + i), two)
+                for i in range(2 * half, key_size):
+                    store_f32(rotated + 4 * i, load_f32(x + 4 * i))
+                put_key(rotated, head, slot, room)
+                put_value(a.v + t * a.v_stride + h * (4 * value_size), head, slot, room)
 
     return kernel

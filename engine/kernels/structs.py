@@ -16,7 +16,7 @@ SEQUENCE = "first count start pages splits"
 """first   index of the sequence's first token in the step
 count   its tokens in the step
 start   position of the first
-pages   address of its block table: int64 page numbers
+pages   address of its block table: int64 page numbers. What lies wholly behind a layer's window may be any number
 splits  parts of SPLIT positions in which a lone token's attention is computed side by side, or 0: in one piece
 """
 
@@ -44,7 +44,7 @@ def panel_bytes(kind: str, tokens: int, columns: int) -> int:
     return padded_tokens(tokens) * -(-columns // BLOCK) * RECORD[kind]
 
 
-# ---- the KV cache (rope_store.py, attention.py) --------------------------------------------------------------------------
+# ---- the KV cache (rope_store.py, attention.py, cache_layouts/) ----------------------------------------------------------
 
 PAGE = 32
 """Positions of a page."""
@@ -55,30 +55,31 @@ SPLIT = 256
 ROWS = 6
 """Rows (queries that share a KV head) that attention computes together."""
 
-CACHE_BYTES = {"f16": 2, "f32": 4}
-"""Bytes of a cached number, by type of the cache."""
+WRITER_ROOM = 128
+"""Bytes of room that a layout of the cache has while it writes a key or a value."""
+
+ATTENTION_FEATURES = ("window", "soft_cap", "sinks")
+"""What attention can have beyond the plain kind; named in a kernel's parameters, so that a model without them runs code without them."""
 
 
 def padded_head(head_size: int) -> int:
-    """Dimensions of a head's values in whole vectors of 16."""
+    """Dimensions of a head in whole vectors of 16."""
     return -(-head_size // 16) * 16
 
 
-def head_bytes(head_size: int, cache_type: str) -> tuple[int, int]:
-    """(bytes of the keys, of keys and values) of one KV head in a page."""
-    size = CACHE_BYTES[cache_type]
-    keys = head_size * PAGE * size
-    return keys, keys + PAGE * padded_head(head_size) * size
-
-
-def part_bytes(head_size: int) -> int:
+def part_bytes(value_size: int) -> int:
     """Bytes of a partial result of attention: maximum, sum, padding, values."""
-    return 64 + 4 * padded_head(head_size)
+    return 64 + 4 * padded_head(value_size)
 
 
-def attention_scratch(head_size: int) -> int:
+def attention_scratch(key_size: int, value_size: int) -> int:
     """Bytes per worker: queries, scores of a split, running and partial results."""
-    return ROWS * (4 * padded_head(head_size) + 4 * SPLIT + 2 * part_bytes(head_size)) + 64
+    return ROWS * (4 * padded_head(key_size) + 4 * SPLIT + 2 * part_bytes(value_size)) + 64
+
+
+def rope_scratch(key_size: int) -> int:
+    """Bytes per worker: the room of a layout's writer, and a rotated key."""
+    return WRITER_ROOM + 4 * key_size
 
 
 # ---- the interpreter (interpreter.py) ------------------------------------------------------------------------------------

@@ -20,13 +20,15 @@ READ_BYTES = 1 << 29
 
 @dataclass
 class Benchmark:
-    """Results; lists have one entry per repetition."""
+    """Results; lists have one entry per repetition. kv_bytes_per_token: what a token takes in the KV cache, of type kv_type."""
 
     prefill_tok_s: list[float]
     decode_tok_s: list[float]
     weight_bytes_per_token: int
     memory_read_gb_s: float
     threads: int
+    kv_type: str
+    kv_bytes_per_token: float
 
     @property
     def decode(self) -> float:
@@ -54,9 +56,11 @@ def benchmark(engine: Engine, prompt: int, tokens: int, repetitions: int) -> Ben
         if repetition:
             decode.append(speed)
             speeds.append(read.gb_per_s())
+    model = engine.model
     return Benchmark(
-        prefill, decode, weight_bytes_per_token(engine), float(np.median(speeds)), engine.model.workers.count
-    )
+        prefill, decode, weight_bytes_per_token(engine), float(np.median(speeds)), model.workers.count, model.kv_type,
+        model.cache.bytes_per_position,
+    )  # fmt: skip
 
 
 def weight_bytes_per_token(engine: Engine) -> int:

@@ -91,16 +91,6 @@ class StreamedWeights(Weights):
         return self._streamed[name]
 
 
-class OneLayerCache(PagedCache):
-    """A KV cache whose layers share their memory: for when each layer is done with before the next begins."""
-
-    def __init__(self, kv_heads: int, head_size: int, cache_type: str, pages: int):
-        super().__init__(1, kv_heads, head_size, cache_type, pages)
-
-    def layer(self, layer: int) -> int:
-        return super().layer(0)
-
-
 @dataclass(frozen=True)
 class Stage:
     """A part of a section that ends with an addition to the residual stream, or with the section.
@@ -136,12 +126,10 @@ class StreamedModel:
         self.vocabulary, self.compute, self.tokens = model.vocabulary, compute, tokens
         self._workers = workers
         limits = Limits(tokens, min(OUTPUTS, tokens), 1, tokens, workers.count)
-        cache_type = "f16" if compute == "int8" else "f32"
-        heads = model.layers[0].attention
-        cache = OneLayerCache(heads.kv_heads, heads.key_size, cache_type, -(-tokens // PAGE) + 1)
+        cache = PagedCache.of(model, "f16" if compute == "int8" else "f32", -(-tokens // PAGE) + 1, shared=True)
         self._rope = rope_tables(checkpoint, tokens)
         self._rope.reach(tokens)
-        self._builder = Builder(weights, cache, cache_type, limits, "int8" if compute == "int8" else "f32")
+        self._builder = Builder(weights, cache, limits, "int8" if compute == "int8" else "f32")
         write_plan(self._builder, checkpoint, self._rope)
         self.plan: Plan = self._builder.plan
         self.plan.link(report)
@@ -150,10 +138,10 @@ class StreamedModel:
         sequence = Sequence()
         cache.reserve(sequence, tokens)
         sequence.length = tokens
-        self._sequence = sequence  # the plan reads its block table
+        self._sequence = sequence  # the plan reads its block tables
         step = self._builder.step
         step.positions[:tokens] = np.arange(tokens)
-        step.table[0] = 0, tokens, 0, sequence.pages.ctypes.data, 0
+        step.place(0, sequence.addresses, 0, tokens, 0)
         step.set(tokens, 1)
 
     @property

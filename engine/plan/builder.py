@@ -15,6 +15,7 @@ from ...formats.layers import AttentionSpec
 from ...quant.jit.arguments import parse
 from ..kernels.structs import (
     ALWAYS,
+    ATTENTION_FEATURES,
     BLOCK,
     MANY,
     NEVER,
@@ -26,8 +27,9 @@ from ..kernels.structs import (
     padded_tokens,
     panel_bytes,
     part_bytes,
+    rope_scratch,
 )
-from .operands import LayerPages, Matrix, RotaryTable, WeightsByName
+from .operands import LayerPages, LayerShape, Matrix, RotaryTable, WeightsByName
 from .plan import Buffer, Plan, PlanError
 
 
@@ -52,37 +54,49 @@ class Panels:
 
 
 class StepState:
-    """The struct that rows of a plan point to, and the arrays behind it."""
+    """The struct that rows of a plan point to, and the arrays behind it. There is one for each group of the cache; they differ in the
+    block tables of the sequences alone."""
 
-    def __init__(self, tokens: int, sequences: int):
+    def __init__(self, tokens: int, sequences: int, groups: int = 1):
         self._fields = {name: i for i, (name, _) in enumerate(parse(STEP))}
-        self.struct = np.zeros(len(self._fields), np.int64)
+        self._structs = np.zeros((groups, len(self._fields)), np.int64)
         self.ids = np.zeros(tokens, np.int32)
         self.positions = np.zeros(tokens, np.int64)
-        self.table = np.zeros((max(sequences, 1), SEQUENCE_BYTES // 8), np.int64)
-        for name, array in (("ids", self.ids), ("positions", self.positions), ("table", self.table)):
-            self.struct[self._fields[name]] = array.ctypes.data
+        self._tables = np.zeros((groups, max(sequences, 1), SEQUENCE_BYTES // 8), np.int64)
+        self._structs[:, self._fields["ids"]] = self.ids.ctypes.data
+        self._structs[:, self._fields["positions"]] = self.positions.ctypes.data
+        self._structs[:, self._fields["table"]] = [table.ctypes.data for table in self._tables]
 
     @property
     def address(self) -> int:
-        return self.struct.ctypes.data
+        """The struct for rows that read no block table."""
+        return self.group(0)
+
+    def group(self, number: int) -> int:
+        """Address of the struct for the rows of layers of a group."""
+        return self._structs[number].ctypes.data
 
     @property
     def tokens(self) -> int:
-        return int(self.struct[self._fields["tokens"]])
+        return int(self._structs[0, self._fields["tokens"]])
 
     def set(self, tokens: int, sequences: int = 0) -> None:
-        self.struct[self._fields["tokens"]] = tokens
-        self.struct[self._fields["sequences"]] = sequences
+        self._structs[:, self._fields["tokens"]] = tokens
+        self._structs[:, self._fields["sequences"]] = sequences
+
+    def place(self, number: int, pages: List[int], first: int, count: int, start: int, splits: int = 0) -> None:
+        """Sequence number `number` of the step; see SEQUENCE. pages: addresses of its block tables, one for each group."""
+        for rows, address in zip(self._tables, pages, strict=True):
+            rows[number] = first, count, start, address, splits
 
 
 class Builder:
     """Writes a plan. `kind` is that of the activations where weights are integers: "int8", or "f32" to measure without that error."""
 
-    def __init__(self, weights: WeightsByName, cache: LayerPages, cache_type: str, limits: Limits, kind: str):
+    def __init__(self, weights: WeightsByName, cache: LayerPages, limits: Limits, kind: str):
         self.plan = Plan()
-        self.weights, self.cache, self.cache_type, self.limits, self.kind = weights, cache, cache_type, limits, kind
-        self.step = StepState(limits.tokens, limits.sequences)
+        self.weights, self.cache, self.limits, self.kind = weights, cache, limits, kind
+        self.step = StepState(limits.tokens, limits.sequences, len(cache.groups))
         self.outputs = StepState(limits.outputs, 0)
         self._now, self._rows = self.step, limits.tokens
         self._panels: dict[tuple[str, str, int], Buffer] = {}
@@ -158,45 +172,60 @@ class Builder:
         return out
 
     def attention(
-        self, layer: int, q: Buffer, k: Buffer, v: Buffer, spec: AttentionSpec, rope: RotaryTable | None, consumer: Matrix
-    ) -> Panels:
-        """Rotates q and k, unless there is no table, stores k and v, attends, and gives the result in panels for `consumer`.
+        self, layer: int, q: Buffer, k: Buffer, v: Buffer, spec: AttentionSpec, rope: RotaryTable | None, consumer: Matrix,
+        sinks: str | None = None,
+    ) -> Panels:  # fmt: skip
+        """Rotates q and k, stores k and v, attends, and gives the result in panels for `consumer`.
 
-        Raises PlanError for a table wider than a head, and for a size of values other than that of keys, which the kernels do not have.
+        rope: None for attention without positions; sinks: name of the vector of a score for each query head. Raises PlanError for what
+        does not fit together.
         """
-        rotated = rope.dimensions if rope else 0
-        if rotated > spec.key_size:
-            raise PlanError(f"layer {layer}: a rotary table of {rotated} dimensions for heads of {spec.key_size}")
-        if spec.value_size != spec.key_size:
-            raise PlanError(f"layer {layer}: values of {spec.value_size} dimensions beside keys of {spec.key_size} cannot be run yet")
-        heads, kv_heads, head_size = spec.heads, spec.kv_heads, spec.key_size
-        limits, columns = self.limits, heads * head_size
+        limits, heads, key_size, value_size = self.limits, spec.heads, spec.key_size, spec.value_size
+        shape = self.cache.shapes[layer]
+        if shape != LayerShape.of(spec, shape.layout):
+            raise PlanError(f"layer {layer} attends as {spec}, and the cache keeps {shape}")
+        if rope is not None and rope.dimensions > key_size:
+            raise PlanError(f"layer {layer}: a rotary table of {rope.dimensions} dimensions for heads of {key_size}")
+        if spec.sinks != (sinks is not None):
+            raise PlanError(f"layer {layer} has sinks or has none: {spec} and {sinks}")
+        queries, out = self.floats("q.rotated", heads * key_size), self.floats("attention", heads * value_size)
+        for name, got, size in (("q", q, heads * key_size), ("k", k, spec.kv_heads * key_size), ("v", v, spec.kv_heads * value_size)):
+            if got.width < 4 * size or (got is q and got.width != queries.width):
+                raise PlanError(f"layer {layer}: {name} has room for {got.width // 4} columns, not {size}")
         own = -(-q.width // 128) * 128
         private = self._private("q.lone", own * limits.workers)
-        out = self.floats("attention", columns)
-        scratch_worker = -(-max(attention_scratch(head_size), part_bytes(head_size) + out.width + 64) // 128) * 128
+        merge_scratch = part_bytes(value_size) + out.width + 64
+        scratch_worker = -(-max(attention_scratch(key_size, value_size), merge_scratch, rope_scratch(key_size)) // 128) * 128
         scratch = self._private("attention.scratch", scratch_worker * limits.workers)
-        parts = self._private("attention.parts", self.part_slots() * heads * part_bytes(head_size))
-        cache = self.cache.layer(layer)
-        queries = self.floats("q.rotated", columns)
+        parts = self._private("attention.parts", self.part_slots() * heads * part_bytes(value_size))
+        features = [name for name in ATTENTION_FEATURES if getattr(spec, name)]
+        added = 0
+        if sinks is not None:
+            vector = self.weights.vector(sinks)
+            if vector.size < heads:
+                raise PlanError(f"{sinks} has {vector.size} scores for {heads} heads")
+            added = vector.ctypes.data
+        step, pages, page_bytes = self.step.group(self.cache.group(layer)), self.cache.layer(layer), shape.page_bytes
         self.plan.add(
-            "rope_store", head_size, rotated, self.cache_type, barrier=MANY, step=self._now.address, q=q, k=k, v=v,
-            q_stride=q.width, kv_stride=k.width, heads=heads, kv_heads=kv_heads, table=rope.address if rope else 0, cache=cache,
-            page_bytes=self.cache.page_bytes, out=queries, lone=private, lone_worker=own,
-            scale=spec.scale, label=f"layer {layer}",
+            "rope_store", key_size, value_size, rope.dimensions if rope else 0, shape.layout, barrier=MANY, step=step, q=q, k=k, v=v,
+            q_stride=q.width, k_stride=k.width, v_stride=v.width, heads=heads, kv_heads=spec.kv_heads,
+            table=rope.address if rope else 0, cache=pages, page_bytes=page_bytes, out=queries, lone=private, lone_worker=own,
+            scratch=scratch, scratch_worker=scratch_worker, scale=spec.scale, label=f"layer {layer}",
         )  # fmt: skip
         self.plan.add(
-            "attention", head_size, heads // kv_heads, self.cache_type, step=self._now.address, q=queries, lone=private,
-            lone_worker=own, q_stride=q.width, cache=cache, page_bytes=self.cache.page_bytes, heads=heads, kv_heads=kv_heads,
-            out=out, scratch=scratch, scratch_worker=scratch_worker, parts=parts, label=f"layer {layer}",
+            "attention", key_size, value_size, heads // spec.kv_heads, shape.layout, *features, step=step, q=queries, lone=private,
+            lone_worker=own, q_stride=q.width, out_stride=out.width, cache=pages, page_bytes=page_bytes, heads=heads,
+            kv_heads=spec.kv_heads, out=out, scratch=scratch, scratch_worker=scratch_worker, parts=parts, window=spec.window,
+            soft_cap=spec.soft_cap, sinks=added, label=f"layer {layer}",
         )  # fmt: skip
-        panels = Panels(columns, {}, {})
+        panels = Panels(heads * value_size, {}, {})
+        merged = [name for name in features if name != "soft_cap"]
         for kind in self._kinds([consumer]):
-            made, stride = self._panel("attention", kind, columns, True)
+            made, stride = self._panel("attention", kind, heads * value_size, True)
             self.plan.add(
-                "attention_merge", head_size, kind, barrier=MANY, step=self._now.address, x=out, x_stride=out.width, heads=heads,
-                columns=columns, parts=parts, out=made, out_worker=stride, scratch=scratch, scratch_worker=scratch_worker,
-                label=f"layer {layer}",
+                "attention_merge", value_size, kind, *merged, barrier=MANY, step=step, x=out, x_stride=out.width, heads=heads,
+                columns=heads * value_size, parts=parts, out=made, out_worker=stride, scratch=scratch, scratch_worker=scratch_worker,
+                window=spec.window, sinks=added, label=f"layer {layer}",
             )  # fmt: skip
             panels.buffers[kind], panels.strides[kind] = made, stride
         return panels

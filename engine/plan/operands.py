@@ -6,9 +6,14 @@ that stands in for another.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+
+from ...formats.layers import AttentionSpec
+from ..kernels.cache_layouts import get_layout
 
 
 class Matrix(Protocol):
@@ -55,11 +60,43 @@ class WeightsByName(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """What a layer keeps of a position; layers of one shape form a group. layout: of kernels/cache_layouts; window: 0 for none."""
+
+    layout: str
+    kv_heads: int
+    key_size: int
+    value_size: int
+    window: int = 0
+
+    @classmethod
+    def of(cls, attention: AttentionSpec, layout: str) -> LayerShape:
+        return cls(layout, attention.kv_heads, attention.key_size, attention.value_size, attention.window)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page of one layer."""
+        return self.kv_heads * get_layout(self.layout).head_bytes(self.key_size, self.value_size)
+
+
 class LayerPages(Protocol):
     """Where the keys and values of layers lie."""
 
     @property
-    def page_bytes(self) -> int: ...
+    def shapes(self) -> List[LayerShape]:
+        """Of each layer."""
+        ...
+
+    @property
+    def groups(self) -> List[object]:
+        """Of layers of one shape; a sequence has a block table for each."""
+        ...
+
+    def group(self, layer: int) -> int:
+        """The number of a layer's group."""
+        ...
+
     def layer(self, layer: int) -> int:
         """Address of a layer's first page."""
         ...

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from halfbyte import Engine
 from halfbyte.engine.engine import Work
 from halfbyte.engine.generate.answer import PromptError
+from halfbyte.engine.kernels.cache_layouts import CacheLayoutError
 from halfbyte.engine.kernels.structs import PAGE
 from halfbyte.engine.model import ContextError, ModelError, TokenError
-from halfbyte.engine.run.cache import CacheFullError, PagedCache, Sequence
+from halfbyte.engine.run.cache import CacheFullError, Sequence, SequenceError
 from halfbyte.engine.run.workers import ThreadsError
 from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
@@ -163,6 +165,110 @@ def test_the_cache_is_full(folder):
         np.testing.assert_array_equal(logits[0], logits[1])
         for sequence in sequences:
             engine.close_sequence(sequence)
+
+
+class Stop(BaseException):
+    """Such as KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_step_that_is_broken_off_has_not_happened(engine, monkeypatch, error, after):
+    """Raised before, between and after the parts of a step: lengths and pages are as they were, and the texts go on as if nothing was."""
+    model = engine.model
+    a, b, fresh = engine.open_sequence(), engine.open_sequence(), engine.open_sequence()
+    engine.step([Work(a, [1, 2, 3]), Work(b, [9] * PAGE)])
+    free_before, tables = free(engine), [t.pages[: t.used].tolist() for s in (a, b) for t in s.tables]
+    expected = engine.logits([1, 2, 3, *range(4, 44)])[-1]
+    monkeypatch.setattr(model, "_limits", replace(model._limits, tokens=25))  # steps of several parts
+    real, runs = model._go, []
+
+    def go(section, tokens):
+        if len(runs) == after:
+            raise error
+        runs.append(section)
+        real(section, tokens)
+        if len(runs) == 2 and after == 2:
+            raise error
+
+    model._go = go
+    try:
+        with pytest.raises(error):
+            engine.step([Work(a, list(range(4, 44))), Work(fresh, [7]), Work(b, [8])])
+    finally:
+        model._go = real
+    assert (a.length, b.length, fresh.length, fresh.used) == (3, PAGE, 0, 0)
+    assert free(engine) == free_before and [t.pages[: t.used].tolist() for s in (a, b) for t in s.tables] == tables
+    np.testing.assert_array_equal(engine.next_logits(a, list(range(4, 44))), expected)
+    for sequence in (a, b):
+        engine.close_sequence(sequence)
+
+
+def test_sequences_of_another_engine(engine, folder):
+    """Refused, and what came before them in the step is given back."""
+    with Engine(folder, threads=1) as other:
+        theirs, mine = other.open_sequence(), engine.open_sequence()
+        other.next_logits(theirs, [1, 2])
+        before = free(engine)
+        with pytest.raises(SequenceError, match="another engine"):
+            engine.step([Work(mine, [1]), Work(theirs, [3])])
+        assert free(engine) == before and (mine.length, mine.used, theirs.length, theirs.used) == (0, 0, 2, 1)
+
+
+def test_a_sequence_that_is_dropped_gives_its_pages_back(engine):
+    before = free(engine)
+    sequences = [engine.open_sequence() for _ in range(3)]
+    engine.step([Work(s, [1] * PAGE) for s in sequences])
+    assert free(engine) == before - 3 * PAGE
+    del sequences[1:]
+    gc.collect()
+    assert free(engine) == before - PAGE
+    engine.close_sequence(sequences[0])
+    del sequences
+    gc.collect()
+    assert free(engine) == before, "pages that were given back are not given back again"
+
+
+def test_sequences_dropped_by_other_threads_while_steps_run(engine):
+    before, wanted = free(engine), engine.logits([5, 6, 7])[-1]
+    wrong = []
+
+    def work():
+        for _ in range(30):
+            sequence = engine.open_sequence()
+            with engine.lock:
+                if not np.array_equal(engine.next_logits(sequence, [5, 6, 7]), wanted):
+                    wrong.append(1)
+            del sequence
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    gc.collect()
+    assert not wrong and free(engine) == before
+
+
+KV_TYPES = [("q8", "int8", 0.03), ("q8", "f32", 0.03), ("f16", "f32", 1e-3), ("f32", "int8", 0)]
+
+
+@pytest.mark.parametrize(("kv_type", "compute", "most"), KV_TYPES)
+def test_kv_types(folder, kv_type, compute, most):
+    """The error of the cache alone, for the weights are floats; and its size."""
+    ids = list(range(3, 60))
+    with Engine(folder, threads=1, compute=compute, kv_type=kv_type) as some, Engine(folder, threads=1, compute="f32") as exact:
+        assert exact.model.kv_type == "f32" and some.model.kv_type == kv_type
+        expected = exact.logits(ids)
+        error = np.sqrt(np.mean((some.logits(ids) - expected) ** 2)) / expected.std()
+        assert error == most == 0 or 1e-6 < error < most
+        ratio = some.model.cache.bytes_per_position / exact.model.cache.bytes_per_position
+        assert ratio == {"f32": 1, "f16": 0.5, "q8": (16 + 4) / (4 * 16)}[kv_type]  # heads of 16
+
+
+def test_a_kv_type_that_does_not_exist(folder):
+    with pytest.raises(CacheLayoutError, match="one of f16, f32, q8, not 'q3'"):
+        Engine(folder, kv_type="q3")
 
 
 def test_generate(engine):
@@ -381,41 +487,3 @@ def test_a_model_without_layers_of_its_kind_is_refused(folder, tmp_path):
         Engine(tmp_path / "nothing")
     with pytest.raises(HalfbyteError):
         Engine(Path(__file__))
-
-
-class TestPagedCache:
-    def make(self, pages=4):
-        return PagedCache(2, 2, 24, "f16", pages)
-
-    def test_pages_come_and_go(self):
-        cache = self.make()
-        a, b = Sequence(), Sequence()
-        cache.reserve(a, 1)
-        cache.reserve(b, 2 * PAGE + 1)
-        assert (a.used, b.used, cache.free_positions) == (1, 3, 0)
-        assert len({*a.pages[:1], *b.pages[:3]}) == 4
-        with pytest.raises(CacheFullError):
-            cache.reserve(a, PAGE + 1)
-        assert a.used == 1
-        cache.reserve(a, PAGE)
-        b.length = 2 * PAGE + 1
-        cache.truncate(b, PAGE)
-        assert (b.used, b.length, cache.free_positions) == (1, PAGE, 2 * PAGE)
-        cache.truncate(b, 0)
-        cache.truncate(a, 0)
-        assert cache.free_positions == 4 * PAGE
-
-    def test_block_tables_grow(self):
-        cache = self.make(50)
-        a = Sequence()
-        cache.reserve(a, 5 * PAGE)
-        first = a.pages[:5].copy()
-        cache.reserve(a, 50 * PAGE)
-        np.testing.assert_array_equal(a.pages[:5], first)
-        assert sorted(a.pages[:50]) == list(range(50))
-
-    def test_layers_do_not_overlap(self):
-        cache = self.make()
-        assert cache.layer(1) - cache.layer(0) == 4 * cache.page_bytes and cache.layer(0) % 64 == 0
-        assert cache.page_bytes == 2 * (24 * PAGE + 32 * PAGE) * 2
-        assert cache.bytes_per_position == 2 * cache.page_bytes / PAGE

@@ -159,9 +159,10 @@ def test_what_a_page_held_before_does_not_matter(long_model):
     ids = ids_of(5, 300)
     with running(long_model("q4_0"), threads=2) as model:
         expected = in_chunks(model, ids, 300)
-        model.cache._memory[:] = 0xFF
+        (group,) = model.cache.groups
+        group.memory[:] = 0xFF
         np.testing.assert_array_equal(in_chunks(model, ids, 300), expected)
-        model.cache._memory.view(np.uint16)[:] = 0x7C00
+        group.memory.view(np.uint16)[:] = 0x7C00
         np.testing.assert_array_equal(in_chunks(model, ids, 1), expected)
 
 

@@ -153,7 +153,7 @@ def test_a_missing_key_of_gguf_is_named(tmp_path):
             "'rope_scaling.high_freq_factor'",
         ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, UnsupportedRopeError, "'rope_parameters' differs by layer"),
-        ({"model_type": "mistral", "sliding_window": 4096}, UnsupportedFeatureError, "'sliding_window'"),
+        ({"sliding_window": 64}, UnsupportedFeatureError, "'sliding_window'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, UnsupportedFeatureError, "'use_sliding_window'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, UnsupportedFeatureError, "'sliding_attention'"),
         ({"model_type": "mamba"}, UnsupportedArchitectureError, "'mamba' is not supported; supported are llama, mistral, phi3, qwen2"),

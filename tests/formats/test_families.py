@@ -117,7 +117,13 @@ def test_other_scalings_to_gguf_and_back(tmp_path, scaling, keys):
             same({key: back["rope_type" if key == "type" else key]}, {key: value})
 
 
-@pytest.mark.parametrize("config", [tiny.llama_config(), tiny.llama_config(attention_bias=True, head_dim=32), tiny.qwen2_config()])
+CONFIGS = [
+    tiny.llama_config(), tiny.llama_config(attention_bias=True, head_dim=32), tiny.qwen2_config(),
+    tiny.llama_config(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONFIGS)
 def test_config_comes_back_as_it_was(tmp_path, config):
     tiny.write_folder(tmp_path, config)
     with open_checkpoint(tmp_path) as found:

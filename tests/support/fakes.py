@@ -81,6 +81,7 @@ class FakeEngine:
         assert id(sequence) in self.open and length <= len(sequence.ids)
         del sequence.ids[length:]
         sequence.said = None
+        return length
 
     def extend_sequence(self, sequence, token_ids):
         self.next_logits(sequence, token_ids)

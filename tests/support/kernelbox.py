@@ -152,35 +152,73 @@ def panel_tokens(kind, panels, n, columns):
 
 
 class Pages:
-    """One layer of the KV cache in NumPy's view. Everything is NaN until written."""
+    """One layer of the KV cache in NumPy's view. Everything is NaN until written (integers: all ones)."""
 
-    def __init__(self, pages, kv_heads, head_size, cache_type):
-        self.dtype = {"f16": np.float16, "f32": np.float32}[cache_type]
-        self.kv_heads, self.head_size, self.padded = kv_heads, head_size, layout.padded_head(head_size)
-        self.page_bytes = kv_heads * layout.head_bytes(head_size, cache_type)[1]
+    def __init__(self, pages, kv_heads, key_size, value_size, layout_name):
+        self.kv_heads, self.key_size, self.value_size, self.layout = kv_heads, key_size, value_size, layout_name
+        self.padded = -(-value_size // 16) * 16
+        self.dtype = {"f16": np.float16, "f32": np.float32, "q8": np.int8}[layout_name]
+        size, scale = np.dtype(self.dtype).itemsize, 4 if layout_name == "q8" else 0
+        self._cut = np.cumsum([0, key_size * size, scale, self.padded * size, scale]) * layout.PAGE
+        self.head_bytes = int(self._cut[-1])
+        self.page_bytes = kv_heads * self.head_bytes
         self.memory = aligned(pages * self.page_bytes)
-        self._flat = self.memory.view(self.dtype).reshape(pages, kv_heads, -1)
+
+    def _part(self, page, head, i, dtype):
+        at = page * self.page_bytes + head * self.head_bytes
+        return self.memory[at + self._cut[i] : at + self._cut[i + 1]].view(dtype)
 
     def keys(self, page, head):
-        """[head size, PAGE]"""
-        return self._flat[page, head, : self.head_size * layout.PAGE].reshape(self.head_size, layout.PAGE)
+        """[key size, PAGE]: numbers, or codes"""
+        return self._part(page, head, 0, self.dtype).reshape(self.key_size, layout.PAGE)
+
+    def key_scales(self, page, head):
+        """float32[PAGE] of q8"""
+        return self._part(page, head, 1, np.float32)
 
     def values(self, page, head):
-        """[PAGE, padded head size]"""
-        return self._flat[page, head, self.head_size * layout.PAGE :].reshape(layout.PAGE, self.padded)
+        """[PAGE, padded value size]: numbers, or codes"""
+        return self._part(page, head, 2, self.dtype).reshape(layout.PAGE, self.padded)
+
+    def value_scales(self, page, head):
+        """float32[PAGE] of q8"""
+        return self._part(page, head, 3, np.float32)
+
+    def slot(self, page, head, slot):
+        """Views of all that belongs to one position and head."""
+        scales = [s[slot : slot + 1] for s in (self.key_scales(page, head), self.value_scales(page, head))]
+        return [self.keys(page, head)[:, slot], self.values(page, head)[slot], *(scales if self.layout == "q8" else [])]
 
     def put(self, page_numbers, position, k, v):
-        """k, v: [kv heads, head size] of one position."""
+        """k, v: [kv heads, key size], [kv heads, value size] of one position."""
         page, slot = page_numbers[position // layout.PAGE], position % layout.PAGE
         for h in range(self.kv_heads):
-            self.keys(page, h)[:, slot] = k[h]
-            self.values(page, h)[slot, : self.head_size] = v[h]
+            if self.layout == "q8":
+                self.keys(page, h)[:, slot], self.key_scales(page, h)[slot] = rounded(k[h])
+                codes, self.value_scales(page, h)[slot] = rounded(v[h])
+                self.values(page, h)[slot] = np.pad(codes, (0, self.padded - self.value_size))
+            else:
+                self.keys(page, h)[:, slot] = k[h]
+                self.values(page, h)[slot, : self.value_size] = v[h]
 
     def get(self, page_numbers, positions):
-        """(k, v) float32[positions, kv heads, head size]"""
-        k, v = (np.zeros((positions, self.kv_heads, self.head_size), np.float32) for _ in "kv")
+        """(k, v) float64[positions, kv heads, key or value size]"""
+        k, v = (np.zeros((positions, self.kv_heads, size)) for size in (self.key_size, self.value_size))
         for p in range(positions):
             page, slot = page_numbers[p // layout.PAGE], p % layout.PAGE
             for h in range(self.kv_heads):
-                k[p, h], v[p, h] = self.keys(page, h)[:, slot], self.values(page, h)[slot, : self.head_size]
+                k[p, h], v[p, h] = self.keys(page, h)[:, slot], self.values(page, h)[slot, : self.value_size]
+                if self.layout == "q8":
+                    k[p, h] *= self.key_scales(page, h)[slot]
+                    v[p, h] *= self.value_scales(page, h)[slot]
         return k, v
+
+
+def rounded(x):
+    """(int8 codes, float32 scale) of a key or a value in a q8 cache; the scale is NaN where x is not finite."""
+    x = np.asarray(x, np.float32)
+    if not np.isfinite(x).all():
+        return np.zeros(x.shape, np.int8), np.float32(np.nan)
+    largest = np.abs(x).max()
+    inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
+    return np.rint(x * inverse).astype(np.int8), largest * np.float32(1 / 127)

@@ -519,7 +519,8 @@ def test_qbench_prints_paths_safely(monkeypatch, capfd):
     from halfbyte.tools import qbench
 
     result = SimpleNamespace(
-        threads=1, prefill_tok_s=[1.0], decode_tok_s=[1.0], weight_bytes_per_token=1, memory_read_gb_s=1.0, share_of_memory_limit=0.5
+        threads=1, prefill_tok_s=[1.0], decode_tok_s=[1.0], weight_bytes_per_token=1, memory_read_gb_s=1.0, share_of_memory_limit=0.5,
+        kv_type="f16", kv_bytes_per_token=1.0,
     )
     monkeypatch.setattr(benchmark, "benchmark", lambda *_: result)
 

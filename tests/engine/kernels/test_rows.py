@@ -140,9 +140,12 @@ def test_gather():
         assert np.isnan(out[-1]).all()
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "f32"])
-@pytest.mark.parametrize(("head_size", "rotated"), [(24, 24), (64, 64), (64, 32), (80, 80)])
-def test_rope_store(head_size, rotated, cache_type):
+SIZES = [(24, 24, 24), (64, 64, 64), (64, 64, 32), (80, 80, 80), (40, 24, 0), (20, 64, 20)]
+
+
+@pytest.mark.parametrize("cache_type", ["f16", "f32", "q8"])
+@pytest.mark.parametrize(("key_size", "value_size", "rotated"), SIZES)
+def test_rope_store(key_size, value_size, rotated, cache_type):
     """Pairs (i, i + rotated / 2) turned by the position's angle; keys and values where attention looks, nothing else written."""
     rng = np.random.default_rng(5)
     heads, kv_heads = 4, 2
@@ -150,32 +153,66 @@ def test_rope_store(head_size, rotated, cache_type):
     table = box.copied(np.concatenate([np.cos(angles), np.sin(angles)], -1).astype(np.float32))
     for sequences in ([(70, 1, [4, 1, 7], 0)], [(0, 40, [2, 0], 0), (63, 1, [5, 3], 0), (95, 3, [1, 6, 4, 7], 0)]):
         tokens = sum(s[1] for s in sequences)
-        q, k, v = (box.copied(rng.standard_normal((tokens, n * head_size)).astype(np.float32)) for n in (heads, kv_heads, kv_heads))
+        sizes = (heads * key_size, kv_heads * key_size, kv_heads * value_size)
+        q, k, v = (box.copied(rng.standard_normal((tokens, size)).astype(np.float32)) for size in sizes)
+        v[-1, :value_size] = 0  # one that is nothing
         step = box.Step(tokens, sequences=sequences)
         c, s = (f[step.positions][:, None] for f in (table[:, : rotated // 2].astype(float), table[:, rotated // 2 :].astype(float)))
 
         def turned(x, n, c=c, s=s, tokens=tokens):
-            x = x.reshape(tokens, n, head_size).astype(float)
+            x = x.reshape(tokens, n, key_size).astype(float)
             a, b = x[..., : rotated // 2], x[..., rotated // 2 : rotated]
             return np.concatenate([a * c - b * s, b * c + a * s, x[..., rotated:]], -1)
 
         for workers in (1, 2):
-            pages = box.Pages(8, kv_heads, head_size, cache_type)
-            out, lone = box.floats(tokens, heads * head_size), box.floats(workers, heads * head_size)
+            pages = box.Pages(8, kv_heads, key_size, value_size, cache_type)
+            out, lone = box.floats(tokens, heads * key_size), box.floats(workers, heads * key_size)
+            own = layout.rope_scratch(key_size)
             box.run(
-                "rope_store", (head_size, rotated, cache_type), workers, step=step.address, q=q, k=k, v=v, q_stride=q.strides[0],
-                kv_stride=k.strides[0], heads=heads, kv_heads=kv_heads, table=table, cache=pages.memory, page_bytes=pages.page_bytes,
-                out=out, lone=lone, lone_worker=lone.strides[0], scale=0.25,
+                "rope_store", (key_size, value_size, rotated, cache_type), workers, step=step.address, q=q, k=k, v=v,
+                q_stride=q.strides[0], k_stride=k.strides[0], v_stride=v.strides[0], heads=heads, kv_heads=kv_heads, table=table,
+                cache=pages.memory, page_bytes=pages.page_bytes, out=out, lone=lone, lone_worker=lone.strides[0],
+                scratch=box.aligned(own * workers), scratch_worker=own, scale=0.25,
             )  # fmt: skip
             for rows in lone if tokens == 1 else [out]:
-                np.testing.assert_allclose(rows.reshape(tokens, heads, head_size), turned(q, heads) * 0.25, rtol=1e-5, atol=1e-6)
-            expected = box.Pages(8, kv_heads, head_size, cache_type)
+                np.testing.assert_allclose(rows.reshape(tokens, heads, key_size), turned(q, heads) * 0.25, rtol=1e-5, atol=1e-6)
             numbers = [p for s in sequences for p in [s[2]] * s[1]]
+            exact_k, exact_v = turned(k, kv_heads), v.reshape(tokens, kv_heads, value_size)
             for t in range(tokens):
-                expected.put(numbers[t], step.positions[t], turned(k, kv_heads)[t], v.reshape(tokens, kv_heads, head_size)[t])
-            got = pages.memory.view(pages.dtype)
-            tolerance = {"f16": 1e-3, "f32": 1e-5}[cache_type]
-            np.testing.assert_allclose(got, expected.memory.view(pages.dtype), rtol=tolerance, atol=tolerance, equal_nan=True)
-            for t in range(tokens):  # values are only rounded
-                page = pages.values(numbers[t][step.positions[t] // layout.PAGE], 0)[step.positions[t] % layout.PAGE, :head_size]
-                np.testing.assert_array_equal(page, v[t, :head_size].astype(pages.dtype))
+                got_k, got_v = (x[-1] for x in pages.get(numbers[t], step.positions[t] + 1))
+                if cache_type == "q8":
+                    for got, exact in ((got_k, exact_k[t]), (got_v, exact_v[t])):
+                        assert (np.abs(got - exact) <= np.abs(exact).max(-1, keepdims=True) * (0.5001 / 127)).all()
+                    page, slot = numbers[t][step.positions[t] // layout.PAGE], step.positions[t] % layout.PAGE
+                    for h in range(kv_heads):
+                        codes, scale = box.rounded(exact_v[t, h])
+                        np.testing.assert_array_equal(pages.values(page, h)[slot, :value_size], codes)
+                        assert pages.value_scales(page, h)[slot] == scale
+                else:
+                    tolerance = {"f16": 1e-3, "f32": 1e-5}[cache_type]
+                    np.testing.assert_allclose(got_k, exact_k[t], rtol=tolerance, atol=tolerance)
+                    np.testing.assert_array_equal(got_v, exact_v[t].astype(pages.dtype))  # values are only rounded
+            blank = box.Pages(8, kv_heads, key_size, value_size, cache_type)
+            for t in range(tokens):
+                page, slot = numbers[t][step.positions[t] // layout.PAGE], step.positions[t] % layout.PAGE
+                for h in range(kv_heads):
+                    for written, unwritten in zip(pages.slot(page, h, slot), blank.slot(page, h, slot), strict=True):
+                        written[...] = unwritten
+            np.testing.assert_array_equal(pages.memory, blank.memory, err_msg="something else was written")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("size", [24, 64])
+def test_what_is_not_finite_is_seen_in_a_cache_of_8_bits(bad, size):
+    k, v = np.ones((2, 2 * size), np.float32), np.ones((2, 2 * size), np.float32)
+    k[1, size + 3], v[0, size - 1] = bad, bad
+    pages, own = box.Pages(1, 2, size, size, "q8"), layout.rope_scratch(size)
+    table, q = box.copied(np.zeros((64, size), np.float32)), box.copied(np.ones((2, 2 * size), np.float32))
+    step = box.Step(2, sequences=[(0, 2, [0], 0)])
+    box.run(
+        "rope_store", (size, size, 0, "q8"), 1, step=step.address, q=q, k=box.copied(k), v=box.copied(v), q_stride=q.strides[0],
+        k_stride=q.strides[0], v_stride=q.strides[0], heads=2, kv_heads=2, table=table, cache=pages.memory, page_bytes=pages.page_bytes,
+        out=box.floats(2, 2 * size), lone=0, lone_worker=0, scratch=box.aligned(own), scratch_worker=own, scale=1.0,
+    )  # fmt: skip
+    finite = [[np.isfinite(scales(0, h)[:2]).tolist() for h in range(2)] for scales in (pages.key_scales, pages.value_scales)]
+    assert finite == [[[True, True], [True, False]], [[False, True], [True, True]]]

@@ -7,6 +7,7 @@ import pytest
 
 from halfbyte.engine.model import Model, Work
 from halfbyte.engine.plan.builder import Builder, Limits
+from halfbyte.engine.plan.operands import LayerShape
 from halfbyte.engine.plan.plan import PlanError
 from halfbyte.engine.run.cache import PagedCache, Sequence
 from halfbyte.formats.families.llama import FAMILY
@@ -83,7 +84,7 @@ class NoWeights:
 
 @pytest.fixture
 def builder():
-    return Builder(NoWeights(), PagedCache(1, 2, 16, "f32", 4), "f32", Limits(8, 4, 2, 64, 2), "f32")
+    return Builder(NoWeights(), PagedCache([LayerShape("f32", 2, 16, 16)], 4), Limits(8, 4, 2, 64, 2), "f32")
 
 
 def test_a_table_wider_than_a_head_is_refused(builder):

@@ -7,6 +7,7 @@ import pytest
 from halfbyte.engine.kernels.structs import ALWAYS, MANY, NEVER, PLAN_ROW
 from halfbyte.engine.model import Model, Work
 from halfbyte.engine.plan.builder import Builder, Limits, split_sequences
+from halfbyte.engine.plan.operands import LayerShape
 from halfbyte.engine.plan.plan import Plan, PlanError
 from halfbyte.engine.run.cache import PagedCache, Sequence
 from halfbyte.engine.run.weights import Weights
@@ -122,7 +123,7 @@ def test_section_by_section_is_the_whole(model):
 def test_widths_are_checked_before_anything_runs():
     with open_checkpoint(LLAMA) as checkpoint:
         weights = Weights(checkpoint, 1)
-        builder = Builder(weights, PagedCache(2, 2, 16, "f16", 4), "f16", Limits(6, 1, 1, 32, 1), "int8")
+        builder = Builder(weights, PagedCache([LayerShape("f16", 2, 16, 16)] * 2, 4), Limits(6, 1, 1, 32, 1), "int8")
         up, down = weights.matrix("blk.0.ffn_up.weight"), weights.matrix("blk.0.ffn_down.weight")
         x = builder.embed(weights.matrix("token_embd.weight"))
         normed = builder.rms_norm(x, "blk.0.attn_norm.weight", 64, 1e-5, [up])
