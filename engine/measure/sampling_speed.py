@@ -5,15 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from ..engine import Engine
 from ..generate.params import SamplingParams
 from ..generate.sampler import Sampler
+from ..model import Work
 from ..plan.builder import StepState
 from ..plan.plan import Plan
 from ..run.token_choice import TokenChoice
 from ..run.workers import Workers
+
+ROWS = (1, 32)
+"""Sequences at once."""
 
 HISTORY = 32768
 """Tokens of the text of which the penalties are."""
@@ -23,7 +29,7 @@ HISTORY = 32768
 class SamplingSpeed:
     """One way of choosing, over `rows` sequences at once. Milliseconds per step of all of them, a number for each round.
 
-    compiled: the engine's way, Python around it included. numpy: Sampler.sample, row after row; empty if it was not measured.
+    compiled: the engine's way, Python around it included. numpy: Sampler.sample, row after row.
     """
 
     name: str
@@ -31,10 +37,15 @@ class SamplingSpeed:
     compiled: list[float]
     numpy: list[float]
 
+    @property
+    def medians(self) -> tuple[float, float]:
+        """Of both."""
+        return float(np.median(self.compiled)), float(np.median(self.numpy))
+
 
 def cases() -> dict[str, tuple[SamplingParams, bool]]:
     """Names, parameters, and whether the logits are nearly flat, so that thousands of tokens are kept."""
-    penalties = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
+    penalties: dict[str, Any] = {"repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1}
     return {
         "greedy": (SamplingParams(), False),
         "temperature 0.8": (SamplingParams(temperature=0.8, seed=1), False),
@@ -48,7 +59,19 @@ def cases() -> dict[str, tuple[SamplingParams, bool]]:
     }  # fmt: skip
 
 
-def measure(vocabulary: int, threads: int | None, rounds: int, rows: tuple[int, ...], numpy: bool) -> Iterator[SamplingSpeed]:
+def decode_step(engine: Engine, rows: int, rounds: int) -> float:
+    """Median milliseconds of a step with one token of each of `rows` sequences, without choosing any."""
+    sequences = [engine.open_sequence() for _ in range(rows)]
+    try:
+        work = [Work(sequence, [0]) for sequence in sequences]
+        times = [_timed(lambda: engine.step(work)) for _ in range(8 * rounds)]
+    finally:
+        for sequence in sequences:
+            engine.close_sequence(sequence)
+    return float(np.median(times[rounds:]))
+
+
+def measure(vocabulary: int, threads: int | None, rounds: int, rows: tuple[int, ...] = ROWS) -> Iterator[SamplingSpeed]:
     """Times every case, for each number of rows; the compiled way and NumPy take turns, after a round that does not count."""
     workers = Workers(threads)
     try:
@@ -77,10 +100,10 @@ def measure(vocabulary: int, threads: int | None, rounds: int, rows: tuple[int, 
                 for number in range(rounds + 1):
                     values[:] = kept
                     spent = _timed(lambda: _compiled(workers, plan, choice, samplers))  # noqa: B023
-                    slow = _timed(lambda: [sampler.sample(row) for sampler, row in zip(samplers, kept, strict=True)]) if numpy else 0.0  # noqa: B023
+                    slow = _timed(lambda: [sampler.sample(row) for sampler, row in zip(samplers, kept, strict=True)])  # noqa: B023
                     if number:
                         speed.compiled.append(spent)
-                        speed.numpy += [slow] if numpy else []
+                        speed.numpy.append(slow)
                 yield speed
     finally:
         workers.close()

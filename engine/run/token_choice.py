@@ -205,7 +205,7 @@ class TokenChoice:
                 self._table[: len(requests)] = kept
             self._run()
         found = self._out[: len(requests), _STATUS : _ID + 1].tolist()
-        return [self._choice(t, *found[t], request, raw.get(t)) for t, request in enumerate(requests)]
+        return [self._choice(t, status, id, requests[t], raw.get(t)) for t, (status, id) in enumerate(found)]
 
     def _choice(
         self, t: int, status: int, id: int, request: SampleRequest, raw: tuple[float, tuple[tuple[int, float], ...]] | None
