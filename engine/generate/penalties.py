@@ -14,7 +14,7 @@ class PenalizedTokens:
     """The tokens that SamplingParams make likelier or less likely, each listed once: an AdjustedTokens (run/token_choice.py).
 
     history: ids of the prompt and of what was said so far; the first `prompt_length` are the prompt.
-    count: tokens listed. ids, seen, said: int32; bias, raw: float32; arrays are longer than `count`.
+    count: tokens listed. ids, seen, said: int32; bias, raw: float32; arrays are longer than `count`. addresses: where they lie.
     """
 
     def __init__(self, params: SamplingParams, history: Sequence[int], prompt_length: int):
@@ -36,18 +36,20 @@ class PenalizedTokens:
             self.bias[np.searchsorted(ids, biased)] = np.fromiter(params.logit_bias.values(), np.float64, biased.size)
         self.seen[:room] = np.bincount(np.searchsorted(ids, seen), minlength=room)
         self.said[:room] = np.bincount(np.searchsorted(ids, said), minlength=room)
+        self.addresses = self._addresses()
 
     def push(self, id: int) -> None:
         """One token more was said."""
+        place = self._place_of(id) if self._counts_seen or self._counts_said else 0
         if self._counts_seen:
             last = self._last
             if last is not None:
                 if len(last) == last.maxlen:
                     self.seen[self._place[last[0]]] -= 1
                 last.append(id)
-            self.seen[self._place_of(id)] += 1
+            self.seen[place] += 1
         if self._counts_said:
-            self.said[self._place_of(id)] += 1
+            self.said[place] += 1
 
     def _place_of(self, id: int) -> int:
         place = self._place.get(id)
@@ -57,6 +59,10 @@ class PenalizedTokens:
                 for name in ("ids", "seen", "said", "bias", "raw"):
                     array = getattr(self, name)
                     setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+                self.addresses = self._addresses()
             self.ids[place] = id
             self.count += 1
         return place
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(array.ctypes.data for array in (self.ids, self.bias, self.seen, self.said, self.raw))

@@ -31,7 +31,7 @@ def build():
                 store_f32(row.raw + 4 * i, x)
                 x += load_f32(row.bias + 4 * i)
                 if load_i32(row.seen + 4 * i) > 0:
-                    divided, multiplied = x / row.repetition, x * row.repetition  # a branch would be guessed wrong half the time
+                    divided, multiplied = x / row.repetition, x * row.repetition
                     x = divided if x > float32(0) else multiplied
                 times = load_i32(row.said + 4 * i)
                 if times > 0:

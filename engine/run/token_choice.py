@@ -32,17 +32,15 @@ class SampleError(HalfbyteError):
 
 
 class AdjustedTokens(Protocol):
-    """Tokens whose logits have a bias or a penalty; each is listed once. Arrays may be longer than `count`.
+    """Tokens whose logits have a bias or a penalty, each listed once: `count` of them.
 
-    ids, seen, said: int32; bias, raw: float32: see kernels.structs.SAMPLE.
+    ids: int32, raw: float32; addresses: of ids, bias, seen, said and raw, as kernels.structs.SAMPLE has them. Arrays may be longer.
     """
 
     count: int
     ids: np.ndarray
-    bias: np.ndarray
-    seen: np.ndarray
-    said: np.ndarray
     raw: np.ndarray
+    addresses: tuple[int, ...]
 
 
 class SampleRequest:
@@ -186,8 +184,7 @@ class TokenChoice:
             row[_LOGITS] = self._rows[t]
             adjusted = request.adjusted
             if adjusted is not None and adjusted.count:
-                arrays = (adjusted.ids, adjusted.bias, adjusted.seen, adjusted.said, adjusted.raw)
-                row[_TOUCHED : _TOUCHED + 6] = adjusted.count, *[array.ctypes.data for array in arrays]
+                row[_TOUCHED : _TOUCHED + 6] = (adjusted.count, *adjusted.addresses)
             simple = simple and not row[_WANTS] and not request.changes
         return simple
 
@@ -207,10 +204,12 @@ class TokenChoice:
                 raw = {t: self._distribution(t, requests[t].logprobs or 0) for t in changed if not self._out[t, _STATUS]}
                 self._table[: len(requests)] = kept
             self._run()
-        return [self._choice(t, request, raw.get(t)) for t, request in enumerate(requests)]
+        found = self._out[: len(requests), _STATUS : _ID + 1].tolist()
+        return [self._choice(t, status, id, requests[t], raw.get(t)) for t, (status, id) in enumerate(found)]
 
-    def _choice(self, t: int, request: SampleRequest, raw: tuple[float, tuple[tuple[int, float], ...]] | None) -> Choice:
-        status, id = int(self._out[t, _STATUS]), int(self._out[t, _ID])
+    def _choice(
+        self, t: int, status: int, id: int, request: SampleRequest, raw: tuple[float, tuple[tuple[int, float], ...]] | None
+    ) -> Choice:
         wanted = request.logprobs is not None
         if status or (wanted and request.changes and raw is None):
             return Choice(-1, refusal=self._refusal(t, request))
