@@ -5,6 +5,7 @@
 
 `ids` is [chunks, tokens], each chunk a context of its own; every other array is the upper triangle, row by row, of Σ x xᵀ over all tokens,
 summed in float64, of the input of the module of that name (Hugging Face's; q_proj stands for k_proj and v_proj, gate_proj for up_proj).
+Of experts, "LAYER.gate_up_proj.N" and "LAYER.down_proj.N" are those of the tokens that expert N of a layer computes.
 """
 
 import os
@@ -17,7 +18,7 @@ import torch
 import transformers as hf
 
 ORACLES = Path(__file__).parent / "oracles"
-NAMES = ("biases", "linear")
+NAMES = ("biases", "linear", "mixtral")
 MODULES = ("q_proj", "o_proj", "gate_proj", "down_proj", "lm_head")
 
 
@@ -34,7 +35,21 @@ def make(name: str) -> None:
 
         return see
 
+    def experts(layer):
+        def see(module, arguments):
+            states, chosen, _ = arguments
+            for number in range(module.num_experts):
+                x = states[(chosen == number).any(-1)]
+                gate, up = torch.nn.functional.linear(x, module.gate_up_proj[number]).chunk(2, dim=-1)
+                for part, v in (("gate_up_proj", x.double()), ("down_proj", (module.act_fn(gate) * up).double())):
+                    key = f"{layer}.{part}.{number}"
+                    grams[key] = grams.get(key, 0) + v.T @ v
+
+        return see
+
     for key, module in model.named_modules():
+        if key.endswith(".experts"):
+            module.register_forward_pre_hook(experts(key.split(".")[2]))
         if key.rpartition(".")[2] in MODULES:
             module.register_forward_pre_hook(hook(key))
     with torch.no_grad():

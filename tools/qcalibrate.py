@@ -91,7 +91,7 @@ def _default_output(name: str, path: Path) -> Path:
 
 
 def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    from ..engine.convert.calibration import Calibration, token_counts
+    from ..engine.convert.calibration import Calibration, stacks, token_counts
     from ..engine.convert.calibration_text import TOKENS, built_in_text, calibration_tokens
     from ..formats.conversion.convert import inputs as model_inputs
     from ..formats.conversion.statistics import StatisticsWriter, fingerprint
@@ -121,19 +121,20 @@ def _calibrate(checkpoint: Checkpoint, output: Path, arguments: argparse.Namespa
         Calibration(checkpoint, texts, threads=arguments.threads, progress=progress) as calibration,
     ):
         inputs = calibration.inputs
-        table = [(i.names, i.columns, arguments.gram) for i in inputs]
+        table = [(i.names, i.matrices, i.columns, arguments.gram) for i in inputs]
         with StatisticsWriter(output, table, metadata, vocabulary=counts.size, sources=sources) as writer:
 
             def keep(layer: list[InputStatistics]) -> None:
-                for each in layer:
-                    writer.write(each.names, each.sums, each.count, each.gram)
+                for each in stacks(layer):
+                    grams = [one.gram for one in each if one.gram is not None]
+                    writer.write(each[0].names, [one.sums for one in each], [one.count for one in each], grams or None)
 
             calibration.run(keep, arguments.gram)
             writer.write_token_counts(counts)
     return {
         "output": str(output),
-        "inputs": len(inputs),
-        "matrices": sum(len(i.names) for i in inputs),
+        "inputs": sum(i.matrices for i in inputs),
+        "matrices": sum(len(i.names) * i.matrices for i in inputs),
         "gram": arguments.gram,
         "bytes": output.stat().st_size,
         **{key: int(value) if key in ("tokens", "chunk") else value for key, value in metadata.items()},

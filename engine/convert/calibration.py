@@ -11,10 +11,11 @@ matrices can then be made good for by later ones (Frantar et al. 2022, arXiv 221
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 
 import numpy as np
@@ -23,6 +24,7 @@ from ...formats.checkpoint import Checkpoint
 from ...formats.errors import printable
 from ...formats.tensor import ArrayTensor
 from ...quant.errors import HalfbyteError
+from ..kernels.structs import GROUP_BYTES, panel_bytes
 from ..measure.exchangeable import ReplaceableMatrix, ReplaceableWeights
 from ..measure.streaming import OUTPUTS, StreamedMatrix, StreamedModel, StreamedWeights, load
 from ..plan.plan import Buffer, Section
@@ -47,14 +49,15 @@ class ActivationError(CalibrationError):
 
 @dataclass(frozen=True)
 class InputStatistics:
-    """What one input was like. Matrices that read the same input share it.
+    """What one input was like. Matrices that read the same input share it. What an expert reads, the tokens routed to it, is an input.
 
     names    GGUF names of the matrices that read it, in the order of the plan
     section  "layer.3", or "head"
     columns  of the input, and of these matrices
-    count    tokens
+    count    tokens; 0 for an expert that no token chose
     sums     float64[columns], Σ x²
     gram     float32[columns, columns], Σ x xᵀ, symmetric; None if it was not asked for
+    matrix   which of the matrices of these names reads it: the number of the expert
     """
 
     names: tuple[str, ...]
@@ -63,25 +66,41 @@ class InputStatistics:
     count: int
     sums: np.ndarray
     gram: np.ndarray | None
+    matrix: int = 0
+
+
+def stacks(found: Iterable[InputStatistics]) -> list[list[InputStatistics]]:
+    """Inputs by the matrices that read them: for each set of names one, or one for each expert in the order of their numbers."""
+    by_names: dict[tuple[str, ...], list[InputStatistics]] = {}
+    for each in found:
+        by_names.setdefault(each.names, []).append(each)
+    return list(by_names.values())
 
 
 Replacement = Mapping[str, np.ndarray]
-"""float32[rows, columns] by the names of matrices."""
+"""float32 of a matrix's shape, by the names of matrices."""
 
 Consumer = Callable[[list[InputStatistics]], Replacement | None]
 """consumer(inputs) is called with all inputs of a layer, layer after layer, then with that of the head. With `sequential` it is called
-with one input at a time, and gives the weights with which the matrices that read it are run from there on (None: as they are)."""
+with one input (of experts, with each one's) at a time, and gives the weights with which the matrices that read it are run from there on
+(None: as they are)."""
 
 
 @dataclass(frozen=True)
 class MatrixInput:
-    """An input as the plan has it. row: the first product that reads it; before that row the panels in `buffer` are complete."""
+    """An input as the plan has it, or one for each of `matrices` experts.
+
+    row     the first product that reads it; before that row the panels in `buffer` are complete
+    groups  which of the panels are whose, a GROUP for each expert (kernels/structs.py); None if there are no experts
+    """
 
     names: tuple[str, ...]
     section: str
     columns: int
     row: int
     buffer: Buffer
+    matrices: int = 1
+    groups: Buffer | None = None
 
 
 def calibrate(
@@ -132,14 +151,16 @@ def matrix_inputs(model: StreamedModel, section: str) -> list[MatrixInput]:
     found: dict[tuple[str, int], MatrixInput] = {}
     for row in range(rows.start, rows.stop):
         op = ops[row]
-        if op.kernel == "matmul":
+        if op.kernel in ("matmul", "expert_matmul"):
             buffer, matrix = op.arguments["x"], op.arguments["weights"]
             if not isinstance(buffer, Buffer) or not isinstance(matrix, StreamedMatrix) or op.parameters[1] != "f32":
                 raise CalibrationError(f"row {row} of the plan, {op.label}, does not read float panels")
             key = (buffer.name, written.get(buffer.name, -1))
             known = found.get(key)
             names = (*(known.names if known else ()), matrix.name)
-            found[key] = MatrixInput(names, section, matrix.columns, known.row if known else row, buffer)
+            groups = op.arguments.get("groups")
+            assert groups is None or isinstance(groups, Buffer)
+            found[key] = MatrixInput(names, section, matrix.columns, known.row if known else row, buffer, matrix.matrices, groups)
         out = op.arguments.get("out")
         if isinstance(out, Buffer):
             written[out.name] = row
@@ -262,8 +283,9 @@ class Calibration:
                 matrix = matrices.get(name)
                 if name not in each.names or not isinstance(matrix, ReplaceableMatrix):
                     raise CalibrationError(f"{printable(name, 80)} cannot be replaced now: the matrices are {', '.join(each.names)}")
-                if values.shape != (matrix.rows, matrix.columns):
-                    raise CalibrationError(f"{name} is {matrix.rows} x {matrix.columns}; it cannot be replaced by {values.shape}")
+                if values.shape != matrix.shape:
+                    shape = " x ".join(map(str, matrix.shape))
+                    raise CalibrationError(f"{name} is {shape}; it cannot be replaced by {values.shape}")
                 if not np.isfinite(values).all():
                     raise CalibrationError(f"{name} cannot be replaced by weights that are not finite")
                 matrix.replace(ArrayTensor(name, values))
@@ -294,33 +316,42 @@ class Calibration:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _moments(self, each: MatrixInput) -> Moments:
-        return Moments(each.columns, self._make_gram(each), self._model.tokens)
+    def _moments(self, each: MatrixInput) -> list[Moments]:
+        """One for each matrix."""
+        return [Moments(each.columns, self._make_gram(each), self._model.tokens) for _ in range(each.matrices)]
 
-    def _room(self, moments: list[Moments]) -> None:
+    def _room(self, moments: list[list[Moments]]) -> None:
         """Makes room for a chunk."""
-        if any(m.full(self._model.tokens) for m in moments):
-            flush(moments, self._pool)
+        if any(m.full(self._model.tokens) for m in chain(*moments)):
+            flush(chain(*moments), self._pool)
 
-    def _take(self, each: MatrixInput, moments: Moments, tokens: int | None = None) -> None:
+    def _take(self, each: MatrixInput, moments: list[Moments], tokens: int | None = None) -> None:
         tokens = tokens or self._model.tokens
-        read_panels(each.buffer.array, tokens, each.columns, moments.space(tokens))
+        if each.groups is None:
+            read_panels(each.buffer.array, tokens, each.columns, moments[0].space(tokens))
+            return
+        groups = each.groups.array[: each.matrices * GROUP_BYTES].view(np.int64).reshape(each.matrices, -1)
+        for sums, (start, count) in zip(moments, groups.tolist(), strict=True):
+            panels = each.buffer.array[panel_bytes("f32", start, each.columns) :]
+            read_panels(panels, count, each.columns, sums.space(count))
 
-    def _give(self, inputs: list[MatrixInput], moments: list[Moments]) -> Replacement | None:
-        flush(moments, self._pool)
+    def _give(self, inputs: list[MatrixInput], moments: list[list[Moments]]) -> Replacement | None:
+        flush(chain(*moments), self._pool)
         found = []
-        for each, sums in zip(inputs, moments, strict=True):
-            sums.finish()
-            if not np.isfinite(sums.sums).all():
-                raise ActivationError(f"what {each.names[0]} reads is not finite: the model's weights overflow, or are damaged before it")
-            found.append(InputStatistics(each.names, each.section, each.columns, sums.count, sums.sums, sums.gram))
+        for each, matrices in zip(inputs, moments, strict=True):
+            for matrix, sums in enumerate(matrices):
+                sums.finish()
+                if not np.isfinite(sums.sums).all():
+                    problem = "is not finite: the model's weights overflow, or are damaged before it"
+                    raise ActivationError(f"what {each.names[0]} reads {problem}")
+                found.append(InputStatistics(each.names, each.section, each.columns, sums.count, sums.sums, sums.gram, matrix))
         moments.clear()
         return self._consumer(found)
 
     def _cost(self, section: str) -> float:
         """Multiplications of a chunk in a section."""
         tokens = self.texts.shape[1]
-        weights = 0.0 if section == "head" else float(sum(m.rows * m.columns for m in self._model.matrices(section)))
+        weights = 0.0 if section == "head" else float(sum(m.size for m in self._model.matrices(section)))
         if section == self._model.sections[0]:
             weights = self._model.stream_columns
         for each in self._inputs[section]:

@@ -26,7 +26,7 @@ from ...quant.feedback import DAMPING
 from ...quant.methods import TIED_DAMPING, Inputs
 from ...quant.processors import logical_processors
 from ..measure.sensitivity import CHUNK, Probes, probing_tokens
-from .calibration import Calibration, InputStatistics
+from .calibration import Calibration, InputStatistics, stacks
 from .feedback import known_inputs, quantizing_multiplications
 from .non_finite import finite_checkpoint, naming_weights
 from .quantize_tensor import TensorQuantizer
@@ -166,10 +166,11 @@ class _Pass:
     def _consume(self, inputs: list[InputStatistics]) -> None:
         section = inputs[0].section
         changes: list[Tensor] = []
-        for each in inputs:
-            tied = self._tied and EMBEDDING in each.names
-            known = known_inputs(each, TIED_DAMPING if tied else DAMPING)
-            for name in each.names:
+        for each in stacks(inputs):
+            names = each[0].names
+            tied = self._tied and EMBEDDING in names
+            known = [known_inputs(one, TIED_DAMPING if tied else DAMPING) for one in each]
+            for name in names:
                 if name in self._formats and name not in self._found:
                     tensor = self._tensors[name]
                     self._found[name] = [self._quantized(tensor, form, known, "feedback") for form in self._formats[name]]
@@ -195,7 +196,7 @@ class _Pass:
             if section == last:
                 return
 
-    def _quantized(self, tensor: Tensor, form: str, known: Inputs, method: str) -> Candidate:
+    def _quantized(self, tensor: Tensor, form: str, known: Inputs | list[Inputs], method: str) -> Candidate:
         made = TensorQuantizer(tensor, form, known, method, threads=self._threads, allow_nonfinite=self._allow)
         recorded: dict[str, Any] = {"source": tensor.format}
         cost = quantizing_multiplications(tensor, method == "feedback") / tensor.size

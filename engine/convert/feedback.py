@@ -43,7 +43,7 @@ from ...quant.block import get_format
 from ...quant.feedback import DAMPING
 from ...quant.methods import TIED_DAMPING, Inputs
 from ...quant.processors import logical_processors
-from .calibration import Calibration, InputStatistics, MatrixInput
+from .calibration import Calibration, InputStatistics, MatrixInput, stacks
 from .non_finite import finite_checkpoint, naming_weights
 from .quantize_tensor import TensorQuantizer
 
@@ -54,8 +54,8 @@ _SEARCH, _FEEDBACK, _FEEDBACK_COLUMN = 100.0, 2000.0, 2.75
 
 Progress = Callable[[str, float, float], None]
 """progress(what, done, total): "kernels" in number, "layers" in multiplications."""
-Take = Callable[[tuple[str, ...], Inputs], None]
-"""take(names, inputs): quantizes and writes the matrices of these names, which share their inputs."""
+Take = Callable[[tuple[str, ...], list[Inputs]], None]
+"""take(names, inputs): quantizes and writes the matrices of these names, which share their inputs: one, or one for each expert."""
 
 
 def convert_with_text(
@@ -82,8 +82,8 @@ def convert_with_text(
 
     def provide(take: Take) -> None:
         def consume(found: list[InputStatistics]) -> None:
-            for each in found:
-                take(each.names, conversion.known(each))
+            for each in stacks(found):
+                take(each[0].names, [conversion.known(one) for one in each])
 
         def wants_gram(each: MatrixInput) -> bool:
             return conversion.method == "feedback" and any(name in conversion.wanted for name in each.names)
@@ -122,9 +122,12 @@ def convert_with_statistics(
         conversion.expect({name for names in groups.values() for name in names})
         for names in groups.values():
             tensor = conversion.wanted[names[0]].tensor
-            gram = statistics.gram(names[0]) if conversion.method == "feedback" else None
-            weights = statistics.weights(names[0], tensor.columns)
-            take(tuple(names), Inputs(diagonal=None if weights is None else weights[0], gram=gram, damping=conversion.damping(names)))
+            weights = statistics.weights(names[0], tensor.columns, tensor.matrices)
+            damping, known = conversion.damping(names), []
+            for matrix in range(tensor.matrices):
+                gram = statistics.gram(names[0], matrix) if conversion.method == "feedback" else None
+                known.append(Inputs(diagonal=None if weights is None else weights[matrix], gram=gram, damping=damping))
+            take(tuple(names), known)
 
     known = [name for name in conversion.wanted if name in statistics]
     if not known:
@@ -144,7 +147,7 @@ def known_inputs(found: InputStatistics, damping: float = DAMPING) -> Inputs:
 
 def estimated_multiplications(checkpoint: Checkpoint, recipe: Recipe, texts: np.ndarray) -> float:
     """About how many multiplications `convert_with_text` takes, in those of a float32 matrix product. For telling how long."""
-    tensors = [t for t in usable(checkpoint)[0] if len(t.shape) == 2]
+    tensors = [t for t in usable(checkpoint)[0] if not t.vector]
     body = [t for t in tensors if t.name not in (EMBEDDING, HEAD)]
     feedback = (recipe.method or "feedback") == "feedback"
     run = sum(t.size + (t.columns**2 / 4 if feedback else 0) for t in body)  # about two matrices share an input
@@ -223,7 +226,7 @@ class _Conversion:
         result.notes += replacement_note(result)
         return result
 
-    def _take(self, names: tuple[str, ...], known: Inputs) -> None:
+    def _take(self, names: tuple[str, ...], known: list[Inputs]) -> None:
         for name in names:
             job = self.wanted.get(name)
             if job is not None:
@@ -263,5 +266,5 @@ class _Conversion:
 
 def _can_be_wanted(job: Job) -> bool:
     tensor: Tensor = job.tensor
-    return not job.kept and len(tensor.shape) == 2 and get_format(job.format).integers
+    return not job.kept and not tensor.vector and get_format(job.format).integers
 

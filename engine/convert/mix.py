@@ -159,7 +159,7 @@ def _formats(checkpoint: Checkpoint, recipe: Recipe, ladder: tuple[str, ...]) ->
     found: dict[str, tuple[str, ...]] = {}
     for tensor in usable(checkpoint)[0]:
         job, _ = plan(tensor, replace(recipe, bits=None, format=LADDER[0]))
-        if len(tensor.shape) == 2 and get_format(job.format).integers:
+        if not tensor.vector and get_format(job.format).integers:
             _, named = recipe.named(tensor.name)
             found[tensor.name] = ladder if named is None else (named,)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from ...formats.conversion.stream import CHUNK, Measure
 from ...formats.tensor import Tensor
 from ...formats.tile_tensor import tiles_nbytes
 from ...quant.block import get_format
-from ...quant.errors import NonFiniteError
+from ...quant.errors import FormatError, NonFiniteError
 from ...quant.measures import TensorMeter
 from ...quant.methods import Inputs, Quantized, quantize
 from ...quant.scales import check_finite, replace_nonfinite
@@ -20,7 +20,7 @@ class TensorQuantizer:
     """Quantizes a matrix by what is known of its inputs; read `measure`, `method` and `loss` when `pieces` is used up.
 
     format           a block format's name
-    known            what is known of the matrix's inputs
+    known            what is known of the matrix's inputs; of several matrices, one for each or one for all
     method           "nearest", "search" or "feedback"; where `known` does not allow it, the best that it allows
     allow_nonfinite  replace NaN and infinity instead of refusing them
 
@@ -28,8 +28,14 @@ class TensorQuantizer:
     method   what was used
     """
 
-    def __init__(self, tensor: Tensor, format: str, known: Inputs, method: str, *, threads: int, allow_nonfinite: bool = False):
-        self._tensor, self._form, self._known, self._wanted = tensor, get_format(format), known, method
+    def __init__(
+        self, tensor: Tensor, format: str, known: Inputs | Sequence[Inputs], method: str, *, threads: int, allow_nonfinite: bool = False
+    ):
+        """Raises FormatError if `known` is of another number of matrices."""
+        self._tensor, self._form, self._wanted = tensor, get_format(format), method
+        self._known = [known] * tensor.matrices if isinstance(known, Inputs) else known
+        if len(self._known) != tensor.matrices:
+            raise FormatError(f"{tensor.name}: the inputs of {len(self._known)} matrices are known, it has {tensor.matrices}")
         self._threads, self._allow = threads, allow_nonfinite
         self._methods: set[str] = set()
         self._losses: list[np.ndarray] = []
@@ -41,7 +47,10 @@ class TensorQuantizer:
 
     @property
     def loss(self) -> float | None:
-        """Sum over rows of d H dᵀ (quant.methods.Quantized.losses), the same for any number of threads; None for other methods."""
+        """Sum over rows of d H dᵀ (quant.methods.Quantized.losses), the same for any number of threads; None for other methods.
+
+        Of several matrices, of those for which H is known: an expert that no token chose costs nothing that was seen.
+        """
         return float(np.concatenate(self._losses).sum()) if self._losses else None
 
     @property
@@ -69,7 +78,7 @@ class TensorQuantizer:
         weights = tensor.float32(rows) if weights is None else weights
         meter = TensorMeter()
         try:
-            found = self._try(weights, meter)
+            found = self._try(weights, rows, meter)
         except NonFiniteError:
             # What quantizes sees a run of rows; the error must name the row of the tensor.
             weights = tensor.float32(rows)
@@ -78,13 +87,13 @@ class TensorQuantizer:
             weights, replaced = replace_nonfinite(weights)
             self.measure.replaced += replaced
             meter = TensorMeter()
-            found = self._try(weights, meter)
+            found = self._try(weights, rows, meter)
         self.measure.take(meter)
         return found
 
-    def _try(self, weights: np.ndarray, meter: TensorMeter) -> Quantized:
-        name = self._tensor.name
-        return quantize(self._form, weights, inputs=self._known, method=self._wanted, name=name, threads=self._threads, meter=meter)
+    def _try(self, weights: np.ndarray, rows: slice, meter: TensorMeter) -> Quantized:
+        name, known = self._tensor.name, self._known[rows.start // self._tensor.rows_each]
+        return quantize(self._form, weights, inputs=known, method=self._wanted, name=name, threads=self._threads, meter=meter)
 
     def _runs(self) -> list[slice]:
         """Runs of rows of one matrix: several chunks of convert.py at a time, so that all threads have work."""

@@ -1,7 +1,7 @@
 """The gated activation of every token of every expert, into panels (see gated.py).
 
 Parameters: the kind of panels; the activation.
-A worker takes the units of 32 columns that it computed itself in the two products before, so no barrier lies between.
+Claimed together with the two products before: who made units of 32 rows of both goes on with them, so no barrier lies between.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a token's experts gave, each times its weight, added to the residual stream: from the first rank to the last, then to the stream.
 
-So the order does not depend on which experts they are, or on when they came. A worker has whole units of 32 columns.
+So the order does not depend on which experts they are, or on when they came. Whole units of 32 columns are claimed.
 """
 
 from __future__ import annotations

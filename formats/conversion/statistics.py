@@ -8,6 +8,8 @@ A file is a .safetensors that anyone can read (docs/calibration.md). For every m
                                      Σ xᵢxⱼ / √(Σ xᵢ² Σ xⱼ²) times 32767
     token_embd.weight.token_counts   i64[vocabulary]: how often each token was seen
 
+Where a tensor holds several matrices (experts), their number stands for the 1, and before n (n + 1) / 2: each has its own.
+
 Matrices that read the same input share one Gram matrix; the header's metadata `shared` says which has whose. Rounded correlations lose
 nothing that matters: an error of at most 2⁻¹⁶ in each entry moves eigenvalues by about 2⁻¹⁶ √n of the mean diagonal, a tenth or
 less of the damping that error feedback needs anyway. They take a quarter of float32 in full: 101 MB for SmolLM2-135M where that is 403 MB.
@@ -103,8 +105,8 @@ class Statistics:
         weights = np.divide(means, scale, out=np.ones_like(means), where=scale > 0)
         return np.maximum(weights, 1e-6).astype(np.float32)
 
-    def gram(self, name: str) -> np.ndarray | None:
-        """float32[columns, columns], Σ x xᵀ of a matrix's input; None if the file does not have it."""
+    def gram(self, name: str, matrix: int = 0) -> np.ndarray | None:
+        """float32[columns, columns], Σ x xᵀ of the input of a matrix, or of that number of several; None if the file does not have it."""
         return None
 
     def gram_owner(self, name: str) -> str:
@@ -160,19 +162,21 @@ class CalibrationFile(Statistics):
     def gram_owner(self, name: str) -> str:
         return self._shared.get(name, name)
 
-    def gram(self, name: str) -> np.ndarray | None:
-        """float32[columns, columns], Σ x xᵀ of a matrix's input; None if the file does not have it. Raises TensorError."""
+    def gram(self, name: str, matrix: int = 0) -> np.ndarray | None:
+        """See Statistics.gram. Raises TensorError."""
         owner = self.gram_owner(name)
         packed, sums = self._file.tensors.get(owner + GRAM), self.sums.get(owner)
         if packed is None or sums is None:
             return None
-        n = sums.columns
-        if packed.dtype != "i16" or packed.shape != (n * (n + 1) // 2,):
-            problem = f"is {packed.dtype}{list(packed.shape)}; {n} columns need i16[{n * (n + 1) // 2}]"
+        n, matrices = sums.columns, len(sums.sums)
+        shape = (n * (n + 1) // 2,) if matrices == 1 else (matrices, n * (n + 1) // 2)
+        if packed.dtype != "i16" or packed.shape != shape:
+            of = f"{matrices} matrices of " if matrices > 1 else ""
+            problem = f"is {packed.dtype}{list(packed.shape)}; {of}{n} columns need i16{list(shape)}"
             raise TensorError(self.path, problem, where=owner + GRAM)
         if name != owner and (name not in self.sums or self.sums[name].columns != n):
             raise HeaderError(self.path, f"shares the Gram matrix of {printable(owner, 80)}, which has {n} columns", where=name)
-        return unpack_gram(packed.array(), sums.sums[0])
+        return unpack_gram(packed.array().reshape(matrices, -1)[matrix], sums.sums[matrix])
 
     def token_counts(self) -> np.ndarray | None:
         """int64[vocabulary], how often each token was seen; None if the file does not say. Raises TensorError."""
@@ -225,13 +229,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 class StatisticsWriter:
     """Writes a calibration file, one input after another. A context manager: the file appears when the block ends well.
 
-    inputs    (names of the matrices that read it, columns, whether its Gram matrix will be written) of every input
+    inputs    (names of the matrices that read it, matrices under each of these names, columns, whether Gram matrices will be written) of
+              every input
     """
 
     def __init__(
         self,
         path: str | os.PathLike[str],
-        inputs: Iterable[tuple[Sequence[str], int, bool]],
+        inputs: Iterable[tuple[Sequence[str], int, int, bool]],
         metadata: Mapping[str, str],
         *,
         vocabulary: int | None = None,
@@ -239,25 +244,27 @@ class StatisticsWriter:
     ):
         """sources: files that are being read, which the output must not be. Raises OutputError when the block is entered."""
         inputs = list(inputs)
-        shared = {name: names[0] for names, _, gram in inputs if gram for name in names[1:]}
+        shared = {name: names[0] for names, _, _, gram in inputs if gram for name in names[1:]}
         header = {**metadata, "kind": KIND, "version": VERSION, "shared": json.dumps(shared)}
         self._writer = SafetensorsWriter(path, inputs=sources, metadata=header)
-        for names, columns, gram in inputs:
+        for names, matrices, columns, gram in inputs:
             for name in names:
-                self._writer.declare(name + SUMS, (1, columns), "f32")
-                self._writer.declare(name + COUNTS, (1,), "f32")
+                self._writer.declare(name + SUMS, (matrices, columns), "f32")
+                self._writer.declare(name + COUNTS, (matrices,), "f32")
             if gram:
-                self._writer.declare(names[0] + GRAM, (columns * (columns + 1) // 2,), "i16")
+                packed = columns * (columns + 1) // 2
+                self._writer.declare(names[0] + GRAM, (packed,) if matrices == 1 else (matrices, packed), "i16")
         if vocabulary is not None:
             self._writer.declare("token_embd.weight" + TOKEN_COUNTS, (vocabulary,), "i64")
 
-    def write(self, names: Sequence[str], sums: np.ndarray, count: int, gram: np.ndarray | None) -> None:
-        """One input: float64[columns] Σ x², the number of vectors, and float32[columns, columns] Σ x xᵀ. Raises OutputError."""
+    def write(self, names: Sequence[str], sums: Sequence[np.ndarray], counts: Sequence[int], grams: Sequence[np.ndarray] | None) -> None:
+        """The input of each matrix: float64[columns] Σ x², the number of vectors, float32[columns, columns] Σ x xᵀ. Raises OutputError."""
         for name in names:
-            self._writer.write(name + SUMS, np.asarray(sums, "<f4")[None])
-            self._writer.write(name + COUNTS, np.array([count], "<f4"))
-        if gram is not None:
-            self._writer.write(names[0] + GRAM, pack_gram(gram, sums))
+            self._writer.write(name + SUMS, np.stack(sums).astype("<f4"))
+            self._writer.write(name + COUNTS, np.array(counts, "<f4"))
+        if grams is not None:
+            packed = [pack_gram(gram, each) for gram, each in zip(grams, sums, strict=True)]
+            self._writer.write(names[0] + GRAM, packed[0] if len(packed) == 1 else np.stack(packed))
 
     def write_token_counts(self, counts: np.ndarray) -> None:
         """int64[vocabulary]. Raises OutputError."""

@@ -40,6 +40,12 @@ def qwen2_config(**changes):
     return llama_config(**{"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False, **changes})
 
 
+def mixtral_config(**changes):
+    """Three experts, of which a token uses two."""
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+    return llama_config(**{**mixture, **changes})
+
+
 def weights(config, seed=0, head=False, prefix="model."):
     """float32 weights by Hugging Face's names."""
     rng = np.random.default_rng(seed)
@@ -63,6 +69,12 @@ def weights(config, seed=0, head=False, prefix="model."):
             "mlp.up_proj": (inner, width),
             "mlp.down_proj": (width, inner),
         }
+        experts = config.get("num_local_experts", 0)
+        if experts:
+            moe = "block_sparse_moe."
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mlp.")} | {f"{moe}gate": (experts, width)}
+            parts = (("w1", (inner, width)), ("w2", (width, inner)), ("w3", (inner, width)))
+            shapes |= {f"{moe}experts.{i}.{name}": shape for i in range(experts) for name, shape in parts}
         for name, shape in shapes.items():
             found[f"{at}{name}.weight"] = draw(*shape)
         if biased:

@@ -188,7 +188,7 @@ def test_progress_only_grows_and_ends_at_its_total(tmp_path, folder, texts):
 
 def test_statistics_instead_of_a_text(tmp_path, folder, texts, inputs):
     class Known(Statistics):
-        def gram(self, name):
+        def gram(self, name, matrix=0):
             return inputs[name].gram if name in inputs else None
 
         def gram_owner(self, name):

@@ -29,9 +29,9 @@ def sample(columns, tokens=50, seed=0):
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "s.safetensors"
-    with StatisticsWriter(path, [((Q, K), 8, True), ((DOWN,), 12, False)], {"tokens": "50"}, vocabulary=5) as writer:
-        writer.write((DOWN,), sample(12)[0], 50, None)
-        writer.write((Q, K), sample(8)[0], 50, sample(8)[1])
+    with StatisticsWriter(path, [((Q, K), 1, 8, True), ((DOWN,), 1, 12, False)], {"tokens": "50"}, vocabulary=5) as writer:
+        writer.write((DOWN,), [sample(12)[0]], [50], None)
+        writer.write((Q, K), [sample(8)[0]], [50], [sample(8)[1]])
         writer.write_token_counts(np.arange(5))
     return path
 
@@ -91,9 +91,9 @@ def test_weights(file):
 
 def test_columns_and_matrices_that_were_never_used_get_weights(tmp_path):
     path = tmp_path / "s.safetensors"
-    with StatisticsWriter(path, [(("a",), 3, True), (("b",), 3, False)], {}) as writer:
-        writer.write(("a",), np.array([0.0, 2, 4]), 5, np.diag([0, 2, 4]).astype(np.float32))
-        writer.write(("b",), np.zeros(3), 0, None)
+    with StatisticsWriter(path, [(("a",), 1, 3, True), (("b",), 1, 3, False)], {}) as writer:
+        writer.write(("a",), [np.array([0.0, 2, 4])], [5], [np.diag([0, 2, 4]).astype(np.float32)])
+        writer.write(("b",), [np.zeros(3)], [0], None)
     with open_statistics(path) as found:
         np.testing.assert_allclose(found.weights("a", 3), [[1e-6, 1, 2]])
         np.testing.assert_allclose(found.weights("b", 3), [[1, 1, 1]])
@@ -101,10 +101,11 @@ def test_columns_and_matrices_that_were_never_used_get_weights(tmp_path):
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path):
-    with pytest.raises(OutputError, match="declared tensors were not written"), StatisticsWriter(tmp_path / "s", [(("a",), 3, False)], {}):
+    inputs = [(("a",), 1, 3, False)]
+    with pytest.raises(OutputError, match="declared tensors were not written"), StatisticsWriter(tmp_path / "s", inputs, {}):
         pass
-    with pytest.raises(ZeroDivisionError), StatisticsWriter(tmp_path / "s", [(("a",), 3, False)], {}) as writer:
-        writer.write(("a",), np.ones(3), 1, None)
+    with pytest.raises(ZeroDivisionError), StatisticsWriter(tmp_path / "s", inputs, {}) as writer:
+        writer.write(("a",), [np.ones(3)], [1], None)
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
 
