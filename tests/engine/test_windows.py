@@ -8,7 +8,7 @@ import pytest
 
 from halfbyte import Engine
 from halfbyte.engine.engine import Work
-from halfbyte.engine.generate.generation import Memory
+from halfbyte.engine.generate.kept_sequence import KeptSequence
 from halfbyte.engine.kernels.structs import PAGE
 from halfbyte.engine.measure.streaming import StreamedModel, StreamedWeights, load
 from halfbyte.engine.model import Model
@@ -90,16 +90,20 @@ def test_a_windowed_text_cut_back(folder):
         assert engine.model.cache.free_positions == free
 
 
-def test_a_memory_of_a_windowed_model(folder):
+def test_a_kept_sequence_of_a_windowed_model(folder):
     """Prompts that share a beginning get the logits of a cache that is empty, whether or not the beginning is still there."""
     first = ids_of(4, 600)
     prompts = [first, [*first[:500], 7, 8], [*first[:60], 9], [*first[:60], 9, 10, 11]]
     with Engine(folder(16), threads=1) as engine:
-        memory, reused = Memory(engine), []
+        kept, reused = KeptSequence(engine), []
         for prompt in prompts:
             expected = engine.logits(prompt)[-1]
-            logits = memory.next_logits(memory.begin(prompt))
-            reused.append(memory.reused)
+            *most, last = kept.begin(prompt)
+            if most:
+                kept.extend(most)
+            logits = engine.next_logits(kept._sequence, [last])
+            kept._ids.append(last)
+            reused.append(kept.reused)
             np.testing.assert_array_equal(logits, expected)
         assert reused == [0, 500, 0, 61]
 
