@@ -199,9 +199,11 @@ def _through(job: Job, form: BlockFormat, weights: np.ndarray, order: str, meter
 
 
 def _kept_blocks(tensor: Tensor, rows: slice, form: BlockFormat, measure: Measure) -> np.ndarray | None:
-    """The source's own blocks as blocks of `form`; None if a weight in them is not finite, which the caller then has to look at."""
+    """The source's own blocks as blocks of `form`; None if there are none, as of floats that were computed, or if a weight in
+    them is not finite, which the caller then has to look at."""
     blocks, source = tensor.blocks(rows), get_format(tensor.format)
-    assert blocks is not None
+    if blocks is None:
+        return None
     bounds = source.bounds(blocks)
     if (bounds is None or not np.isfinite(bounds).all()) and not np.isfinite(source.decode(blocks, tensor.columns)).all():
         return None
