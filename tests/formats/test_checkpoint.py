@@ -156,7 +156,7 @@ def test_a_missing_key_of_gguf_is_named(tmp_path):
         ({"sliding_window": 64}, UnsupportedFeatureError, "'sliding_window'"),
         ({"model_type": "qwen2", "use_sliding_window": True}, UnsupportedFeatureError, "'use_sliding_window'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, UnsupportedFeatureError, "'sliding_attention'"),
-        ({"model_type": "mamba"}, UnsupportedArchitectureError, "'mamba' is not supported; supported are llama, mistral, phi3, qwen2"),
+        ({"model_type": "mamba"}, UnsupportedArchitectureError, "'mamba' is not supported; supported are llama, mistral, mixtral, phi3"),
         ({"model_type": "a\x1b[31mb"}, UnsupportedArchitectureError, "\\x1b"),
     ],
 )
