@@ -91,7 +91,7 @@ def test_quantized_files_are_close(converted):
 def test_what_does_not_fit_is_refused_before_anything_runs():
     with open_checkpoint(ORACLES / "mixtral") as checkpoint:
         weights = Weights(checkpoint, 1)
-        b = Builder(weights, PagedCache(2, 2, 16, "f16", 4), "f16", Limits(6, 1, 1, 32, 1), "int8")
+        b = Builder(weights, PagedCache.of(checkpoint.model, "f16", 4), Limits(6, 1, 1, 32, 1), "int8")
         router, gate, up, down = (
             weights.matrix(f"blk.0.{n}.weight") for n in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
         )
