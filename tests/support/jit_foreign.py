@@ -19,7 +19,7 @@ CHOSEN = target.choose(MACHINE, CPU, frozenset(f[1:] for f in FEATURES.split(","
 target.current = lambda: CHOSEN
 platform.machine = lambda: MACHINE
 
-KERNELS = {"matmul": ("q8_0", "int8"), "matmul nl5": ("nl5", "int8"), "attention": ("64", "3", "f16"), "interpreter": ()}
+KERNELS = {"matmul": ("q8_0", "int8"), "matmul nl5": ("nl5", "int8"), "attention": ("64", "64", "3", "f16"), "interpreter": ()}
 
 
 def lowered(function):
