@@ -79,7 +79,7 @@ def test_panels_are_rounded_to_nearest(kind):
         step = box.Step(tokens, sequences=[(0, tokens, [0], 0)])
         for panels in into_panels(
             "attention_merge", kind, (24, kind), tokens, columns, 2, step=step, x=x, x_stride=x.strides[0], heads=3, parts=0,
-            scratch=0, scratch_worker=0,
+            scratch=0, scratch_worker=0, window=0, sinks=0,
         ):  # fmt: skip
             if kind == "f32":
                 np.testing.assert_array_equal(box.panel_tokens(kind, panels, tokens, columns), x)
