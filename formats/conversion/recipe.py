@@ -10,7 +10,8 @@
    gets bf16.
 6. Every other matrix gets the format asked for. Columns that are not a multiple of 32 are padded with zeros, and reported.
 7. Where a pattern of the recipe is found in a matrix's name, its format goes before rules 3, 4, 6 and 8; of several the last one counts.
-8. The router of a mixture of experts stays float32: it is small, and an error in it sends a token to another expert.
+8. The router of a mixture of experts is not quantized to integers: it keeps its float type, or becomes float32. It is small, and an error
+   in it sends a token to another expert.
 
 Each exception to rule 6 is listed with its reason in what the conversion reports.
 """
@@ -96,8 +97,9 @@ class Recipe:
             return Choice(
                 named, f"{pattern} in the recipe" if named != self.asked else "", kept=source is not None and tensor.format == named
             )
-        if tensor.name.endswith(f".{ROUTER}.weight"):
-            return Choice("f32", "router of experts: float32", kept=tensor.format == "f32")
+        if tensor.name.endswith(f".{ROUTER}.weight") and get_format(self.asked).integers:
+            plain = tensor.format if source is not None and not source.integers else "f32"
+            return Choice(plain, "router of experts: not quantized", kept=tensor.format == plain)
         asked, reason = self.asked, ""
         if self.format is None and self.bits == 16 and tensor.format == "bf16":
             asked, reason = "bf16", "bf16 in the source"

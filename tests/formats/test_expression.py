@@ -232,9 +232,9 @@ def test_names_of_sources():
     assert sources(respelled(Blocks(Source("c"), Source("d")), str.upper)) == ("C", "D")
 
 
-@pytest.mark.parametrize("name", ["phi3", "smollm3", "llama", "qwen2", "biases"])
+@pytest.mark.parametrize("name", ["phi3", "smollm3", "llama", "qwen2", "biases", "mixtral"])
 def test_to_gguf_and_back_gives_the_folder_again(tmp_path, name):
-    """Fused matrices, permuted rows, biases: every tensor of the folder comes back bit for bit."""
+    """Fused matrices, permuted rows, biases, experts: every tensor of the folder comes back bit for bit."""
     with open_checkpoint(ORACLES / name) as folder:
         export_gguf(folder, tmp_path / "m.gguf", None)
         theirs = gguf.GGUFReader(tmp_path / "m.gguf")
