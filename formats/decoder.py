@@ -148,7 +148,8 @@ class Decoder(Family):
         keys[f"{self.name}.attention.layer_norm_rms_epsilon"] = config.number("rms_norm_eps", high=1.0)
         if self.mixture is not None and config.get("model_type") == self.mixture.model_type:
             keys |= {f"{self.name}.{ours}": config.count(theirs) for ours, theirs in self._mixture_keys().items()}
-        if self.windowed and (window := config.count("sliding_window", default=None)):
+        window = config.count("sliding_window", default=None) if self.windowed else None
+        if window is not None and window < keys[f"{self.name}.context_length"]:  # a longer one hides nothing
             keys[f"{self.name}.attention.sliding_window"] = window
         ropes, factors, notes = rope.to_gguf(config, self.name, head)
         return keys | ropes | self.more_keys(config), {} if factors is None else {rope.FACTORS: factors}, notes
