@@ -140,6 +140,17 @@ def respelled(expression: Expression, spell: Callable[[str], str]) -> Expression
             return replace(expression, of=again(expression.of))
 
 
+def _depth(expression: Expression) -> int:
+    """How many expressions lie within one another, a Source being one."""
+    match expression:
+        case Source() | Blocks():
+            return 1
+        case Concat(parts) | Stack(parts):
+            return 1 + max(map(_depth, parts))
+        case _:
+            return 1 + _depth(expression.of)
+
+
 def halves_order(heads: int, rows: int) -> np.ndarray:
     """int64[rows]: row i of the half order is row order[i] of the interleaved order, head by head."""
     return np.arange(rows).reshape(heads, rows // heads // 2, 2).swapaxes(1, 2).reshape(rows)
@@ -223,7 +234,8 @@ def invert(made: Iterable[tuple[str, Expression]]) -> dict[str, Expression]:
         """`value` is what `expression` gives; hence what its sources are."""
         match expression:
             case Source(name):
-                found[name] = value
+                if found.setdefault(name, value) != value:
+                    raise ExpressionError(f"{name}: two canonical tensors claim it as a whole")
             case Offset(of, amount):
                 solve(of, Offset(value, -amount))
             case Halves(of, heads):
@@ -250,12 +262,13 @@ def invert(made: Iterable[tuple[str, Expression]]) -> dict[str, Expression]:
     for name, expression in made:
         solve(expression, Source(name))
     while parts:
-        of, pieces = next(iter(parts.items()))
-        del parts[of]
+        of = max(parts, key=_depth)  # the outermost first: what is solved may add pieces to what lies within it
+        pieces = parts.pop(of)
         pieces.sort(key=lambda piece: piece[:2])
         ends = [0, *(stop for _, stop, *_ in pieces)]
         if [start for start, *_ in pieces] != ends[:-1] or ends[-1] != pieces[0][2]:
-            raise ExpressionError(f"{sources(of)[0]}: not all of its rows are known; the checkpoint lacks a tensor that is part of it")
+            problem = "not all of its rows are known, each once; the checkpoint lacks a tensor that is part of it"
+            raise ExpressionError(f"{sources(of)[0]}: {problem}")
         values = tuple(piece[3] for piece in pieces)
         stacked = pieces[0][4]
         solve(of, Stack(values) if stacked else Concat(values, tuple(stop - start for start, stop, *_ in pieces)))

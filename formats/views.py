@@ -92,6 +92,15 @@ class JoinedView(Tensor):
         self._starts = np.cumsum([0, *(part.rows for part in parts)])
         self.nbytes = sum(part.nbytes for part in parts)
 
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Of its parts the worst; {} if nothing is known of one of them."""
+        records = [part.recorded for part in self._parts]
+        if any(record.get("cosine") is None for record in records):
+            return {}
+        worst = min(records, key=lambda record: record["cosine"])
+        return {**worst, "nmse": max(record.get("nmse") or 0.0 for record in records)}
+
     def _read(self, rows: RowSlice, read: Callable[[Tensor, slice], np.ndarray | None]) -> np.ndarray | None:
         first, last, which = _run(rows, self.rows)
         found = []

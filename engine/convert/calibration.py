@@ -29,7 +29,7 @@ from ..measure.exchangeable import ReplaceableMatrix, ReplaceableWeights
 from ..measure.streaming import OUTPUTS, StreamedMatrix, StreamedModel, StreamedWeights, load
 from ..plan.plan import Buffer, Section
 from ..run.workers import Workers
-from .input_sums import Moments, flush, read_panels
+from .input_sums import InputSums, flush, read_panels
 
 CHUNK = 512
 """Tokens of a text that are one context, as llama-imatrix has it."""
@@ -316,16 +316,16 @@ class Calibration:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _moments(self, each: MatrixInput) -> list[Moments]:
+    def _moments(self, each: MatrixInput) -> list[InputSums]:
         """One for each matrix."""
-        return [Moments(each.columns, self._make_gram(each), self._model.tokens) for _ in range(each.matrices)]
+        return [InputSums(each.columns, self._make_gram(each), self._model.tokens) for _ in range(each.matrices)]
 
-    def _room(self, moments: list[list[Moments]]) -> None:
+    def _room(self, moments: list[list[InputSums]]) -> None:
         """Makes room for a chunk."""
         if any(m.full(self._model.tokens) for m in chain(*moments)):
             flush(chain(*moments), self._pool)
 
-    def _take(self, each: MatrixInput, moments: list[Moments], tokens: int | None = None) -> None:
+    def _take(self, each: MatrixInput, moments: list[InputSums], tokens: int | None = None) -> None:
         tokens = tokens or self._model.tokens
         if each.groups is None:
             read_panels(each.buffer.array, tokens, each.columns, moments[0].space(tokens))
@@ -335,7 +335,7 @@ class Calibration:
             panels = each.buffer.array[panel_bytes("f32", start, each.columns) :]
             read_panels(panels, count, each.columns, sums.space(count))
 
-    def _give(self, inputs: list[MatrixInput], moments: list[list[Moments]]) -> Replacement | None:
+    def _give(self, inputs: list[MatrixInput], moments: list[list[InputSums]]) -> Replacement | None:
         flush(chain(*moments), self._pool)
         found = []
         for each, matrices in zip(inputs, moments, strict=True):

@@ -38,7 +38,7 @@ def read_panels(memory: np.ndarray, tokens: int, columns: int, out: np.ndarray) 
         out[full:tokens].reshape(rest, blocks, BLOCK)[...] = source.transpose(1, 0, 2)
 
 
-class Moments:
+class InputSums:
     """Sums over one input of `columns` columns.
 
     sums    float64[columns], Σ x²
@@ -106,7 +106,7 @@ class Moments:
                 self.gram[start:stop, first:last] = self.gram[first:last, start:stop].T
 
 
-def flush(moments: Iterable[Moments], pool: Executor) -> None:
+def flush(moments: Iterable[InputSums], pool: Executor) -> None:
     """Adds what waits in all of them, tiles side by side."""
     waiting = [m for m in moments if m._filled]
     for _ in pool.map(lambda task: task[0].add(*task[1]), [(m, tile) for m in waiting for tile in m.tiles()]):

@@ -61,6 +61,11 @@ def planned(target: Target, plan: Plan) -> tuple[Job, Choice]:
     return replace(job, tensor=target.tensor, kept=kept), choice
 
 
+def by_parts(found: Sequence[Target], jobs: Sequence[tuple[Job, Choice]]) -> list[tuple[Job, Choice]]:
+    """The jobs as they concern the canonical tensors: what a joined tensor is made of may be of several formats."""
+    return [(replace(job, tensor=part), choice) for target, (job, choice) in zip(found, jobs, strict=True) for part in target.parts]
+
+
 def main_format(jobs: Sequence[tuple[Job, Choice]]) -> str:
     """The format that most weights have."""
     weights: dict[str, int] = {}

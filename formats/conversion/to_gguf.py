@@ -21,7 +21,7 @@ from ..tokenizer.to_gguf import gguf_keys
 from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, plan, replacement_note, requantization_note
 from .recipe import Choice, Recipe, RecipeError
 from .stream import Job, can_widen
-from .targets import main_format, planned, targets, write_tensors
+from .targets import by_parts, main_format, planned, targets, write_tensors
 
 _KEPT = ("halfbyte.rope.", "halfbyte.eos_token_ids")
 """Keys of ours that say what GGUF has no word for; other programs pass over them."""
@@ -48,7 +48,7 @@ def export_gguf(
     jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in found]
     main = recipe.asked if recipe else main_format(jobs)
     result = ConversionResult(Path(output), "gguf", main, files_nbytes(checkpoint))
-    result.notes += requantization_note(jobs)
+    result.notes += requantization_note(by_parts(found, jobs))
     metadata = gguf_metadata(checkpoint, main, result.notes)
     with GGUFWriter(output, inputs=inputs(checkpoint)) as writer:
         for key, value in metadata.items():

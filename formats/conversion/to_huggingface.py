@@ -23,7 +23,7 @@ from ..tokenizer.from_gguf import checked, dumps, from_gguf
 from .convert import ConversionResult, beyond_f16, files_nbytes, inputs, replacement_note, requantization_note
 from .recipe import Choice, Recipe, RecipeError, method_of
 from .stream import Job
-from .targets import main_format, planned, targets, write_tensors
+from .targets import by_parts, main_format, planned, targets, write_tensors
 
 PLAIN = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 """Formats that weights can have in the folder, and what config.json calls them."""
@@ -57,7 +57,7 @@ def export_huggingface(
     jobs = [planned(target, lambda tensor: _plan(tensor, recipe)) for target in made]
     main = main_format(jobs)
     result = ConversionResult(Path(output), "safetensors", recipe.asked if recipe else main, files_nbytes(checkpoint))
-    result.notes += requantization_note(jobs)
+    result.notes += requantization_note(by_parts(made, jobs))
     config = config_json(checkpoint, found, PLAIN[main])
     files = tokenizer_json_files(checkpoint)
     with atomic_folder(output, inputs=inputs(checkpoint)) as folder:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from halfbyte.formats.conversion.convert import convert
 from halfbyte.formats.conversion.recipe import Recipe
 from halfbyte.formats.conversion.to_gguf import export_gguf
 from halfbyte.formats.conversion.to_huggingface import export_huggingface
@@ -221,8 +222,28 @@ def test_shapes_that_do_not_fit_are_named(tensors, expression, words):
 
 
 def test_a_part_that_is_missing_is_named():
-    with pytest.raises(ExpressionError, match="qkv: not all of its rows are known"):
+    with pytest.raises(ExpressionError, match="qkv: not all of its rows are known, each once"):
         invert([("q", Rows(Source("qkv"), 0, 4, 12)), ("v", Rows(Source("qkv"), 8, 12, 12))])
+
+
+def test_what_is_claimed_twice_is_refused():
+    with pytest.raises(ExpressionError, match="w: two canonical tensors claim it"):
+        invert([("a", Source("w")), ("b", Transpose(Source("w")))])
+    with pytest.raises(ExpressionError, match="each once"):
+        invert([("a", Rows(Source("w"), 0, 4, 8)), ("b", Rows(Source("w"), 2, 8, 8))])
+
+
+def test_fusions_within_fusions_in_any_order(tensors):
+    """Halves of a fused matrix that is fused again: the outer ones are put together before the inner, whatever comes first."""
+    w = matrix(24, 8)
+    twice = Transpose(Transpose(Rows(Source("w"), 8, 24, 24)))
+    parts = {"a": Rows(Source("w"), 0, 8, 24), "b": Rows(twice, 0, 4, 16), "c": Rows(twice, 4, 16, 16)}
+    file = tensors(w=w)
+    for order in itertools.permutations(parts):
+        ours = {name: evaluate(parts[name], name, file.__getitem__, "a") for name in order}
+        back = invert([(name, parts[name]) for name in order])
+        assert list(back) == ["w"]
+        np.testing.assert_array_equal(evaluate(back["w"], "w", ours.__getitem__, "a").float32(), w)
 
 
 def test_names_of_sources():
@@ -262,3 +283,14 @@ def test_a_layer_of_the_model_as_its_spec_says(name):
         model = found.model
         assert [layer.attention.rope for layer in model.layers] == (["rope"] * 2 if name == "phi3" else ["rope"] * 3 + [""])
         assert (model.width, model.vocabulary, model.context) == (72, 50, 128)
+
+
+def test_what_was_measured_goes_with_joined_tensors(tmp_path):
+    """A .hbf to GGUF: blocks are kept, and a fused matrix is as bad as the worst of its parts."""
+    with open_checkpoint(ORACLES / "phi3") as folder:
+        convert(folder, tmp_path / "m.hbf", Recipe(format="q8_0"))
+    with open_checkpoint(tmp_path / "m.hbf") as file:
+        known = [file.tensors[f"blk.0.attn_{one}.weight"].recorded["cosine"] for one in "qkv"]
+        find = file.tensors.__getitem__
+        joined = evaluate(Concat(tuple(Source(f"blk.0.attn_{one}.weight") for one in "qkv"), (72, 24, 24)), "qkv", find, tmp_path)
+    assert joined.recorded["cosine"] == min(known) < 1 and "method" in joined.recorded

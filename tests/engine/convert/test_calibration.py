@@ -13,7 +13,7 @@ import pytest
 
 from halfbyte.engine.convert.calibration import Calibration, CalibrationError, calibrate, token_counts
 from halfbyte.engine.convert.calibration_text import TOKENS, built_in_text, calibration_tokens
-from halfbyte.engine.convert.input_sums import Moments, flush, read_panels
+from halfbyte.engine.convert.input_sums import InputSums, flush, read_panels
 from halfbyte.engine.kernels.structs import panel_bytes
 from halfbyte.engine.measure import streaming
 from halfbyte.formats.conversion.convert import convert
@@ -114,7 +114,7 @@ def test_moments_are_numpys(columns, tokens):
     rng = np.random.default_rng(columns + tokens)
     blocks = -(-columns // 32)
     chunks = rng.standard_normal((5, tokens, columns)).astype(np.float32)
-    moments = Moments(columns, True, tokens)
+    moments = InputSums(columns, True, tokens)
     moments._depth = 2 * tokens
     with ThreadPoolExecutor(2) as pool:
         for x in chunks:
