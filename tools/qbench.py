@@ -18,7 +18,10 @@ import sys
 from collections.abc import Sequence
 
 from .terminal.command_line import Parser, check_ranges
-from .terminal.console import run, safe_text
+from .terminal.console import UsageError, run, safe_text
+
+PROMPT, TOKENS = 512, 128
+"""Tokens of prefill and decode if nothing is said."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,8 +34,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a .hbf or .gguf file, a folder with safetensors, a hub name, or smollm2")
-    add("-p", "--prompt", metavar="N", type=int, default=512, help="tokens of prefill (default 512; 0: none)")
-    add("-n", "--tokens", metavar="N", type=int, default=128, help="tokens of decode (default 128; 0: none)")
+    add("-p", "--prompt", metavar="N", type=int, help=f"tokens of prefill (default {PROMPT}; 0: none)")
+    add("-n", "--tokens", metavar="N", type=int, help=f"tokens of decode (default {TOKENS}; 0: none)")
     add("-t", "--threads", metavar="N", type=int, help="worker threads (default: the physical cores this process may use)")
     add("-r", "--repetitions", metavar="N", type=int, default=3, help="how often each is measured (default 3)")
     add("--compute", choices=("int8", "f32"), default="int8", help="activations in matrix products")
@@ -53,6 +56,11 @@ def _main(argv: Sequence[str] | None) -> int:
     check_ranges(
         arguments, (("prompt", 0, 1 << 20), ("tokens", 0, 1 << 20), ("repetitions", 1, 1 << 20), ("vocabulary", 1, 1 << 19))
     )
+    if arguments.vocabulary is not None and not arguments.sampling:
+        raise UsageError("--vocabulary: it goes with --sampling")
+    for option, value in (("--prompt", arguments.prompt), ("--tokens", arguments.tokens)):
+        if value is not None and arguments.sampling:
+            raise UsageError(f"{option}: with --sampling no text is run, only single steps")
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from ..engine.engine import Engine
     from ..engine.measure.benchmark import benchmark
@@ -61,9 +69,11 @@ def _main(argv: Sequence[str] | None) -> int:
     path = resolve_source(arguments.model)
     if arguments.sampling:
         return _sampling(arguments, path)
-    context = max(arguments.prompt, arguments.tokens + 2, 64)
+    prompt = PROMPT if arguments.prompt is None else arguments.prompt
+    tokens = TOKENS if arguments.tokens is None else arguments.tokens
+    context = max(prompt, tokens + 2, 64)
     with Engine(path, arguments.compute, arguments.threads, context, kv_type=arguments.kv_type) as engine:
-        result = benchmark(engine, arguments.prompt, arguments.tokens, arguments.repetitions)
+        result = benchmark(engine, prompt, tokens, arguments.repetitions)
     if arguments.json:
         print(
             json.dumps(
@@ -84,8 +94,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     spread = lambda values: f"{sorted(values)[len(values) // 2]:9.1f}   ({min(values):.1f} - {max(values):.1f})" if values else "        -"  # noqa: E731
     print(f"{safe_text(os.fspath(path))}, {result.threads} threads, {arguments.compute} activations")
-    print(f"  prefill {arguments.prompt:5} tokens   {spread(result.prefill_tok_s)} tokens/s")
-    print(f"  decode  {arguments.tokens:5} tokens   {spread(result.decode_tok_s)} tokens/s")
+    print(f"  prefill {prompt:5} tokens   {spread(result.prefill_tok_s)} tokens/s")
+    print(f"  decode  {tokens:5} tokens   {spread(result.decode_tok_s)} tokens/s")
     print(f"  weights read per token {result.weight_bytes_per_token / 1e6:9.1f} MB")
     print(f"  cache of a token       {result.kv_bytes_per_token / 1e3:9.1f} kB ({result.kv_type})")
     print(f"  memory, pure read      {result.memory_read_gb_s:9.1f} GB/s; decode uses {result.share_of_memory_limit:.0%} of it")
@@ -98,7 +108,7 @@ def _sampling(arguments: argparse.Namespace, path: str | os.PathLike[str]) -> in
     from ..engine.measure.sampling_speed import ROWS, decode_step, measure
 
     context = 8 * arguments.repetitions + 8
-    with Engine(path, arguments.compute, arguments.threads, context, context * max(ROWS)) as engine:
+    with Engine(path, arguments.compute, arguments.threads, context, context * max(ROWS), kv_type=arguments.kv_type) as engine:
         vocabulary = arguments.vocabulary or engine.model.vocabulary
         steps = {rows: decode_step(engine, rows, arguments.repetitions) for rows in ROWS}
         threads = engine.model.workers.count
